@@ -12,7 +12,7 @@ from training import EXACT
 import diloco_worker
 from diloco_common.errors import NoAverage, WrongCall
 from diloco_common.program import main
-from diloco_worker.export import lay_out
+from diloco_worker.global_model import lay_out
 from waiting import until
 
 

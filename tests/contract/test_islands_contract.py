@@ -22,7 +22,7 @@ import diloco_worker
 import forks
 from diloco_simulator.verify.histories import read_histories
 from diloco_simulator.verify.judge import violations
-from diloco_worker.export import lay_out
+from diloco_worker.global_model import lay_out
 
 pytestmark = pytest.mark.timeout(900)
 """Each test starts several processes, and torch in each of them."""

@@ -10,7 +10,7 @@ from in_process import InProcessShard
 from torch import Tensor, nn
 
 import diloco_worker
-from diloco_worker.export import lay_out
+from diloco_worker.global_model import lay_out
 from waiting import until
 
 EXACT = {"push": "float32", "pull": "float32", "quorum": 1}

@@ -13,7 +13,7 @@ from diloco_demo.checkpoint import save_checkpoint
 from diloco_deploy.checkpoint.folders import take_checkpoint
 from diloco_server.storage import folders
 from diloco_server.storage.filesystem import Disk, FolderLock
-from diloco_worker.export import write_model
+from diloco_worker.global_model import write_model
 from stores import MANIFEST, make_version, open_store
 
 

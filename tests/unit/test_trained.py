@@ -15,7 +15,7 @@ from diloco_common.errors import OptimizerDiffers
 from diloco_common.observe.logs import Log
 from diloco_common.wire.messages import ADAM, OTHER
 from diloco_worker.core.shared_set import SharedSet
-from diloco_worker.shell.optimizers import LOOK_AT_STEP, Compared, Differences, differences, inner_of
+from diloco_worker.shell.optimizers import LOOK_AT_STEP, Compared, differences, inner_of
 
 
 class Agent(nn.Module):
@@ -74,24 +74,23 @@ def unfrozen_later() -> tuple[Any, list[Any]]:
     return SharedSet(model, "all"), [of(model)]
 
 
-NONE = Differences()
 CASES = [
-    (plain, NONE),
-    (target, ("q_net_target.*",)),
-    (target_is_private, NONE),
-    (head_in_the_loss, ((3, 6), (3,))),
-    (head_is_joined, NONE),
-    (one_of_two, ("critic.*",)),
-    (tied, NONE),
-    (unfrozen_later, NONE),
+    (plain, ""),
+    (target, "['q_net_target.*']"),
+    (target_is_private, ""),
+    (head_in_the_loss, "tensors of shape (3, 6), (3,)"),
+    (head_is_joined, ""),
+    (one_of_two, "['critic.*']"),
+    (tied, ""),
+    (unfrozen_later, ""),
 ]
 
 
 @pytest.mark.parametrize(("program", "expected"), CASES)
-def test_both_differences_are_found(program: Callable[[], tuple[Any, list[Any]]], expected: Any) -> None:
-    found = differences(*program())
-    assert (found.patterns or found.unshared or NONE) == expected
-    assert bool(found) is (expected is not NONE)
+def test_both_differences_are_found(program: Callable[[], tuple[Any, list[Any]]], expected: str) -> None:
+    found = " ".join(" ".join(one) for one in differences(*program()))
+    assert expected in found
+    assert bool(found) is bool(expected)
 
 
 def test_the_line_that_mends_it_does() -> None:

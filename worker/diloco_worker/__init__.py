@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 import diloco_common  # noqa: F401  before grpc (diloco_common/forks.py)
 
 if TYPE_CHECKING:
-    from diloco_worker.export import write_model as write_model
     from diloco_worker.global_model import pull_global_model as pull_global_model
     from diloco_worker.global_model import versions as versions
+    from diloco_worker.global_model import write_model as write_model
     from diloco_worker.joining import digest_of as digest_of
     from diloco_worker.joining import join as join
     from diloco_worker.learner import Learner as Learner
@@ -34,7 +34,7 @@ _MODULES = {
     "join": "diloco_worker.joining",
     "pull_global_model": "diloco_worker.global_model",
     "versions": "diloco_worker.global_model",
-    "write_model": "diloco_worker.export",
+    "write_model": "diloco_worker.global_model",
 }
 
 

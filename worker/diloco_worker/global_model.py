@@ -1,8 +1,12 @@
-"""Reads the global model without joining: pulls every fragment from every shard, in float32."""
+"""The global model: read without joining, every fragment from every shard in float32, and written as one file.
+
+The file has the user's own parameter names. Plain torch and safetensors can load it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -11,10 +15,20 @@ from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from diloco_common.codec import decode_payload
-from diloco_common.errors import Busy, CannotConnect, ConfigError, HandshakeFailed, ManifestMismatch, NotSeeded, Refusal
+from diloco_common.errors import (
+    Busy,
+    CannotConnect,
+    ConfigError,
+    DataError,
+    HandshakeFailed,
+    ManifestMismatch,
+    NotSeeded,
+    Refusal,
+)
 from diloco_common.ports import Transport, Unavailable
 from diloco_common.trust.credentials import Credentials
 from diloco_common.trust.identity import Identity
@@ -35,7 +49,6 @@ from diloco_common.wire.messages import (
     Stop,
 )
 from diloco_worker.core import names
-from diloco_worker.export import empty_tensors, lay_out
 
 
 @dataclass(frozen=True)
@@ -323,3 +336,39 @@ def _manifest(answers: Mapping[str, JoinAnswer]) -> Manifest:
 
 def _unreachable(address: str, error: Unavailable) -> CannotConnect:
     return CannotConnect(f"no shard answers at {address} ({error})")
+
+
+def empty_tensors(manifest: Manifest, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Empty tensors for all values in a file of the model: parameters as `dtype`, buffers in the model's dtype."""
+    return {
+        spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype) if spec.kind == "buffer" else dtype)
+        for spec in manifest.exported
+    }
+
+
+def lay_out(values: Tensor, fragment: Fragment, tensors: Mapping[str, Tensor]) -> None:
+    """Copy a fragment's values [num_elements] into the tensors of its pieces, in the dtype of the tensors."""
+    for piece in fragment.pieces:
+        target, some = tensors[piece.tensor].view(-1), values[piece.bounds]
+        target[piece.tensor_bounds] = some if target.is_floating_point() else some.round().to(target.dtype)
+
+
+def write_model(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write a safetensors file atomically, replacing an existing one. Equal tensors give equal bytes.
+    Raises DataError."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.unlink(missing_ok=True)
+        temporary.touch()
+        mode = temporary.stat().st_mode & 0o777  # as the umask says: others may read an exported model
+        save_file(tensors, temporary, metadata={"format": "pt"})  # the order of several keys would vary
+        temporary.chmod(mode)  # safetensors (0.8) writes a file that only its owner can read
+        descriptor = os.open(temporary, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        temporary.replace(path)
+    except OSError as error:
+        raise DataError(f"{path} cannot be written: {error.strerror or error}") from None

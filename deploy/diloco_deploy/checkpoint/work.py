@@ -27,8 +27,7 @@ from diloco_deploy.checkpoint.written import write
 from diloco_deploy.run.folder import shard_folders
 from diloco_server.storage.checkpoint import MANIFEST, Contents, joined, total_tokens
 from diloco_server.storage.folders import FOLDER, is_checkpoint
-from diloco_worker.export import empty_tensors, lay_out
-from diloco_worker.global_model import GlobalModel, buffers_of, keys_of
+from diloco_worker.global_model import GlobalModel, buffers_of, empty_tensors, keys_of, lay_out
 
 DONE = "DONE"
 """The file that marks a folder of `diloco pull --each` as complete."""

@@ -30,8 +30,7 @@ from diloco_common.errors import ConfigError, DataError
 from diloco_common.wire.messages import FrozenTensor
 from diloco_deploy.checkpoint import Writing
 from diloco_worker.core.names import canonical
-from diloco_worker.export import write_model
-from diloco_worker.global_model import GlobalModel
+from diloco_worker.global_model import GlobalModel, write_model
 from diloco_worker.shell.frozen_tensors import checksum, values_of
 
 MODEL, ADAPTER = "model.safetensors", "adapter_model.safetensors"

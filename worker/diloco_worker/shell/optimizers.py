@@ -13,8 +13,7 @@ callback of the library or its number of steps must end the loop.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -48,8 +47,8 @@ class Compared:
             if not hasattr(one, "param_groups"):
                 raise WrongCall(f"optimizer= is {shown(one)}: give the one that trains the model, or a list of all")
             self.has(one)
-        if found := self._found():
-            raise OptimizerDiffers(str(found))
+        if self._chosen is not None and (found := [*differences(self._chosen, self.optimizers.values())]):
+            raise OptimizerDiffers("; ".join(f"{words}: {which}; {do}" for words, which, do in found))
         self._chosen = None
 
     def has(self, optimizer: Any) -> None:
@@ -65,14 +64,10 @@ class Compared:
         self._steps_left -= 1
         if self._steps_left:
             return
-        for words, which, do in self._found().said() if self.optimizers else ():
+        found = differences(self._chosen, self.optimizers.values(), self._with_gradient) if self.optimizers else ()
+        for words, which, do in found:
             log.warning(words, code=OptimizerDiffers.code, tensors=which, do=do)
         self._chosen = None
-
-    def _found(self) -> Differences:
-        if self._chosen is None:
-            return Differences()
-        return differences(self._chosen, self.optimizers.values(), self._with_gradient)
 
 
 def several(optimizers: Any) -> Sequence[Any]:
@@ -90,51 +85,34 @@ INSIDE = ("optimizer", "_optimizer", "optim", "base_optimizer")
 """Attributes in which wrappers (accelerate, Lightning and others) keep the optimizer."""
 
 
-@dataclass(frozen=True, slots=True)
-class Differences:
-    """Differences between a model and its optimizers. False if there are none."""
+class Difference(NamedTuple):
+    """Between a model and its optimizers."""
 
-    untrained: tuple[str, ...] = ()
-    """Shared parameters that require a gradient and are in no optimizer."""
-    patterns: tuple[str, ...] = ()
-    """The fewest patterns that match these and nothing else."""
-    unshared: tuple[tuple[int, ...], ...] = ()
-    """Shapes of tensors that are in an optimizer and not in the model."""
-
-    def __bool__(self) -> bool:
-        return bool(self.untrained or self.unshared)
-
-    def __str__(self) -> str:
-        return "; ".join(f"{words}: {which}; {do}" for words, which, do in self.said())
-
-    def said(self) -> Iterator[tuple[str, str, str]]:
-        """For each: the difference, which tensors, and what to do."""
-        if self.untrained:
-            do = f"join(private={[*self.patterns]}) keeps it local, or freeze it before join, if it never changes"
-            yield "shared, but in no optimizer: a target network, a teacher?", some(self.untrained), do
-        if self.unshared:
-            shapes = some([str(shape) for shape in self.unshared])
-            do = "join([model, loss]) shares what is in both; else every learner keeps its own"
-            yield "in the optimizer, but not in the model: a head in the loss?", f"tensors of shape {shapes}", do
+    words: str
+    tensors: str
+    do: str
 
 
-def differences(chosen: SharedSet, optimizers: Iterable[Any], others: Collection[str] = ()) -> Differences:
+def differences(chosen: SharedSet, optimizers: Iterable[Any], others: Collection[str] = ()) -> Iterator[Difference]:
     """`optimizers`: all of this model. Parameters that are frozen now, or named in `others`, need not be in one."""
     known = {id(one): name for name, objects in chosen.objects.items() for one in objects}
     held: dict[int, Tensor] = {}
     for optimizer in optimizers:
         held |= {id(one): one for group in optimizer.param_groups for one in group["params"]}
-    trained = {known[i] for i in held if i in known}
-    untrained = [
-        name for name in chosen.shared
-        if name not in trained and name not in others and any(one.requires_grad for one in chosen.objects[name])
-    ]  # fmt: skip
-    unshared = tuple(tuple(one.shape) for i, one in held.items() if i not in known)
-    return Differences(tuple(untrained), tuple(_patterns(untrained, chosen.all.keys() - {*untrained})), unshared)
+    trained = {known[i] for i in held if i in known} | {*others}
+    untrained = [n for n in chosen.shared if n not in trained and any(one.requires_grad for one in chosen.objects[n])]
+    if untrained:
+        patterns = [*_patterns(untrained, chosen.all.keys() - {*untrained})]
+        do = f"join(private={patterns}) keeps it local, or freeze it before join, if it never changes"
+        yield Difference("shared, but in no optimizer: a target network, a teacher?", some(untrained), do)
+    if unshared := [str(tuple(one.shape)) for i, one in held.items() if i not in known]:
+        do = "join([model, loss]) shares what is in both; else every learner keeps its own"
+        words = "in the optimizer, but not in the model: a head in the loss?"
+        yield Difference(words, f"tensors of shape {some(unshared)}", do)
 
 
 def _patterns(names: Collection[str], others: Collection[str]) -> Iterator[str]:
-    """The shortest paths with only these names below."""
+    """The fewest patterns that match these names and none of the others: the shortest paths above them."""
     seen: set[str] = set()
     for name in names:
         parts = name.split(".")
