@@ -187,7 +187,7 @@ def test_finish_leaves_the_model_of_the_run_and_waits_for_no_companion(serve, av
 
 def test_an_island_is_told_that_it_cannot_yet(serve, monkeypatch):
     model = tiny_model()
-    monkeypatch.setattr("diloco_worker.joining.ranks.is_together", lambda island: True)
+    monkeypatch.setattr("diloco_worker.joining.is_together", lambda island: True)
     monkeypatch.setattr("diloco_worker.joining.IslandGroup", Mock())
     with pytest.raises(UnsupportedModel, match="an island cannot average its momentum yet"):
         diloco_worker.join("127.0.0.1:9", model, companions=torch.optim.AdamW(model.parameters()))
