@@ -42,7 +42,7 @@ def test_holes_between_chunks_are_given_back_when_they_are_said_to_be_of_no_use(
     assert by_itself < 10 * 2**20 < 30 * 2**20 < given_back, "20 of 40 chunks of 2 MiB were freed"
 
 
-def test_a_port_in_use_is_reported_with_its_address():
+def test_a_port_in_use_is_reported_with_the_process_that_has_it():
     with bind_socket("127.0.0.1:0") as first:
         address = str(bound_address(first))
 
@@ -50,6 +50,8 @@ def test_a_port_in_use_is_reported_with_its_address():
             bind_socket(address)
 
     assert address in str(refused.value)
+    if os.path.exists("/proc/net/tcp"):
+        assert f"process {os.getpid()} (" in str(refused.value)
 
 
 def test_systemd_hears_from_a_process_for_as_long_as_it_makes_progress(tmp_path: Path) -> None:
