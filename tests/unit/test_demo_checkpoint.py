@@ -20,7 +20,7 @@ PROGRESS = TrainingProgress(inner_step=3, tokens=96, data_position=12)
 
 def learner(progress: TrainingProgress) -> dict[str, object]:
     """As `Learner.state_dict` gives it."""
-    return LearnerState("r", "a", 0, progress.inner_step, progress.tokens).as_dict()
+    return LearnerState("r", "a", 0, progress.inner_step, progress.tokens, 0).as_dict()
 
 
 def save(path: Path, model, optimizer, progress: TrainingProgress) -> None:

@@ -60,7 +60,7 @@ def test_ten_steps_are_five_a_checkpoint_and_five(tmp_path):
 
     model, optimizer, stream = parts()
     half, at_five = run(5, model, optimizer, stream)
-    learner = LearnerState("r", "a", 0, at_five.inner_step, at_five.tokens).as_dict()
+    learner = LearnerState("r", "a", 0, at_five.inner_step, at_five.tokens, 0).as_dict()
     save_checkpoint(tmp_path / "c", model, optimizer, learner, at_five.data_position)
 
     again, optimizer, stream = parts(seed=99)
