@@ -1,7 +1,7 @@
 """`diloco up`: one cluster on this machine, from the first process to the exported model.
 
 Starts shards first, then workers. At the end it evaluates the model while the shards still hold it. `supervisor.py`
-decides what a child's death means, `members.py` records it, and `show/terminal.py` shows the state.
+decides what a child's death means, `members.py` records it, and `terminal.py` shows the state.
 """
 
 from __future__ import annotations
