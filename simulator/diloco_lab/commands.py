@@ -15,8 +15,10 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from diloco_common import quantities
 from diloco_common.command import check_outputs, new_app
 from diloco_common.errors import EXIT_OK, ConfigError
+from diloco_common.options import number
 from diloco_common.program import STUDY, Command
 
 COMMANDS = (
@@ -38,20 +40,34 @@ COMMANDS = (
 app = new_app("lab", "Compare rules and settings by what they learn: production cores in one process, virtual time.")
 
 
+_FROM_1 = number(quantities.count, 1, 10**6, "a number from 1")
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class ResultsOptions:
+    """How many runs at once, and where their results go."""
+
+    jobs: Annotated[int, Parameter(converter=_FROM_1, metavar="N", help="runs at once, a core each")] = 1
+    out: Annotated[
+        Path, Parameter(metavar="FILE", help="results as JSON lines; runs that it holds are not repeated")
+    ] = Path("runs/lab/results.jsonl")
+
+
 @Parameter(name="*")
 @dataclass(frozen=True)
 class LabOptions:
     """Options of both `compare` and `sweep`."""
 
-    seeds: Annotated[int, Parameter(metavar="N", help="seeds per arm")] = 2
+    seeds: Annotated[int, Parameter(converter=_FROM_1, metavar="N", help="seeds per arm")] = 2
     first_seed: Annotated[int, Parameter(metavar="SEED", help="the others follow")] = 0
-    jobs: Annotated[int, Parameter(metavar="N", help="runs at once, a core each")] = 1
     model: Annotated[
         str, Parameter(metavar="PKG.MOD:BUILD", help="a model of your own (docs/lab.md)", show_default=False)
     ] = ""
-    out: Annotated[
-        Path, Parameter(metavar="FILE", help="results as JSON lines; runs that it holds are not repeated")
-    ] = Path("runs/lab/results.jsonl")
+
+    @property
+    def all_seeds(self) -> range:
+        return range(self.first_seed, self.first_seed + self.seeds)
 
 
 @app.command(help="run arms over the same seeds, and show their paired gaps")
@@ -61,16 +77,17 @@ def compare(
     *,
     plot: Annotated[Path | None, Parameter(metavar="FILE", help="losses, and paired gaps with intervals (PNG)")] = None,
     options: LabOptions = LabOptions(),
+    results: ResultsOptions = ResultsOptions(),
 ) -> int:
     from diloco_lab.arms import load_arm
     from diloco_lab.runner import comparison, draw, run_all
 
-    seeds = _seeds(options)
+    seeds = options.all_seeds
     chosen = [load_arm(path, options.model) for path in arms]
-    check_outputs(options.out, plot)
+    check_outputs(results.out, plot)
     if plot is not None and find_spec("matplotlib") is None:
         raise ConfigError("--plot needs matplotlib: pip install matplotlib")
-    lines = run_all(chosen, seeds, options.out, options.jobs, tell)
+    lines = run_all(chosen, seeds, results.out, results.jobs, tell)
     print("\n" + comparison(chosen, seeds, lines))
     if plot is not None:
         draw(plot, chosen, seeds, lines)
@@ -84,11 +101,12 @@ def sweep(
     *,
     grid: Annotated[list[str], Parameter(metavar="SETTING=A,B,...", help="such as train.lr=1e-3,2e-3,4e-3")],
     options: LabOptions = LabOptions(),
+    results: ResultsOptions = ResultsOptions(),
 ) -> int:
     from diloco_lab.arms import load_arm
     from diloco_lab.runner import ranking, run_all
 
-    seeds, base, axes = _seeds(options), load_arm(arm, options.model), dict(map(_axis, grid))
+    seeds, base, axes = options.all_seeds, load_arm(arm, options.model), dict(map(_axis, grid))
     values: list[dict[str, Any]] = [dict(zip(axes, point, strict=True)) for point in itertools.product(*axes.values())]
     arms = []
     for point in values:
@@ -96,8 +114,8 @@ def sweep(
         for name, value in point.items():
             tried = tried.with_value(name, value)
         arms.append(tried)
-    check_outputs(options.out)
-    lines = run_all(arms, seeds, options.out, options.jobs, tell)
+    check_outputs(results.out)
+    lines = run_all(arms, seeds, results.out, results.jobs, tell)
     print("\n" + ranking(arms, values, seeds, lines))
     return EXIT_OK
 
@@ -107,40 +125,25 @@ def protocol(
     file: Annotated[Path, Parameter(metavar="PROTOCOL.toml")],
     /,
     *,
-    jobs: Annotated[int, Parameter(metavar="N", help="runs at once, a core each")] = 1,
-    out: Annotated[
-        Path, Parameter(metavar="FILE", help="results as JSON lines; runs that it holds are not repeated")
-    ] = Path("runs/lab/results.jsonl"),
+    results: ResultsOptions = ResultsOptions(),
     page: Annotated[
         Path | None, Parameter(metavar="FILE", help="the tables in markdown, anew after every seed")
     ] = None,
-    track: Annotated[
-        str, Parameter(metavar="TRACKER", help="tensorboard:DIR, wandb:PROJECT or csv:FILE", show_default=False)
-    ] = "",
 ) -> int:
     """Run the missing parts of a protocol; the page is rewritten after every seed."""
     from diloco_lab.protocol import carry_out, load_protocol
     from diloco_lab.protocol import page as tables
     from diloco_lab.runner import run_all
 
-    if jobs < 1:
-        raise ConfigError("--jobs takes a number from 1")
-    check_outputs(out, page)
+    check_outputs(results.out, page)
     text = ""
-    run_missing = partial(run_all, path=out, jobs=jobs, say=tell)
+    run_missing = partial(run_all, path=results.out, jobs=results.jobs, say=tell)
     for cells, lines in carry_out(load_protocol(file), run_missing):
         text = tables(cells, lines)
         if page is not None:
             page.write_text(text)
     tell("\n" + text)
     return EXIT_OK
-
-
-def _seeds(options: LabOptions) -> range:
-    """Raises ConfigError."""
-    if options.seeds < 1 or options.jobs < 1:
-        raise ConfigError("--seeds and --jobs take a number from 1")
-    return range(options.first_seed, options.first_seed + options.seeds)
 
 
 def tell(text: str) -> None:
