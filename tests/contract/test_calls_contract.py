@@ -228,14 +228,6 @@ def test_pull_refuses_what_is_not_there(a, shard, pull, status, code, words):
     assert words in found.words
 
 
-def test_leave_may_be_repeated_and_ends_the_right_to_contribute(a, shard):
-    for _ in range(3):
-        a.leave()
-    assert shard.member_state("a") == "left"
-    assert refusal(lambda: a.attend().ends()).code == "NOT_JOINED"
-    assert shard.metric("evictions_total", code="LEFT") == 0
-
-
 def test_health_says_serving_until_the_end(shard):
     channel = shard.caller().channel
     stub = health_pb2_grpc.HealthStub(channel)

@@ -89,17 +89,6 @@ def test_max_steps_ends_it_before_the_run_and_says_so(serve, tmp_path, written):
     assert (tmp_path / "global" / "model.safetensors").exists()
 
 
-def test_every_learner_draws_its_data_in_an_order_of_its_own_and_the_same_one_again(serve, tmp_path):
-    shard = serve(settings_with(run={"tokens": 10**6}, sync=EXACT))
-    orders = []
-    for learner_id in ("a", "b", "a"):
-        data = Drawn()
-        trainer(shard.address, tmp_path, learner_id=learner_id, data=data, max_steps=5).train()
-        orders.append(data.drawn[:20])
-    assert orders[0] == orders[2]
-    assert orders[0] != orders[1]
-
-
 def test_a_trainer_that_resumes_goes_on_as_the_same_learner_where_it_was_in_the_data(serve, tmp_path):
     shard = serve(settings_with(run={"tokens": 10**6}, sync=EXACT))
     whole, first, second = Drawn(), Drawn(), Drawn()

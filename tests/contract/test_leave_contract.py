@@ -158,14 +158,6 @@ def test_a_step_that_is_too_long_to_wait_for_is_broken_off(serve, train, capsys,
     assert said.endswith("a has left the run after 7 steps; all of it is merged\n")
 
 
-def test_a_wait_for_shards_ends_by_sigterm(train, capsys):
-    """In the main thread nothing else would: `join` looks, and sees that it is to leave."""
-    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
-    with pytest.raises(SystemExit) as ended:
-        train("127.0.0.1:9", "a", wait_s=None)
-    assert ended.value.code == 143
-
-
 class LateGoodbye(ParameterServer):
     """Ends the control stream of a learner that leaves, and answers it a while later."""
 

@@ -14,10 +14,9 @@ import pytest
 
 from certificates import Certificates
 from diloco_common.errors import ConfigError
-from diloco_common.settings import ClusterSettings, SecuritySettings, Settings
+from diloco_common.settings import SecuritySettings
 from diloco_deploy.cluster.asking import ShardReply
 from diloco_deploy.web import command, live_page
-from diloco_deploy.web.command import PageThread
 from diloco_deploy.web.live_page import LivePage, PageCredentials, given
 from secret_files import secret_file
 from waiting import DEADLINE_S
@@ -165,21 +164,3 @@ async def test_beyond_this_machine_it_is_served_over_tls_and_an_observers_certif
 def test_other_machines_get_nothing_without_consent():
     with pytest.raises(ConfigError, match=r"--listen = 0\.0\.0\.0:7171 is reachable from other machines"):
         command.page_of("0.0.0.0:7171", given([NOWHERE]), SecuritySettings(), None)
-
-
-def beside(folder: Path, page: str) -> PageThread:
-    return PageThread(folder, Settings(cluster=ClusterSettings(page=page)))
-
-
-def test_diloco_up_has_a_page_also_where_the_port_is_taken(tmp_path):
-    first, second = beside(tmp_path, "127.0.0.1:0"), None
-    try:
-        url = first.start().removeprefix("live page: ")
-        second = beside(tmp_path, url.removeprefix("http://").rstrip("/"))
-        other = second.start().removeprefix("live page: ")
-        assert url != other
-        assert [httpx.get(one, trust_env=False, timeout=DEADLINE_S).status_code for one in (url, other)] == [200, 200]
-    finally:
-        for page in (first, second):
-            if page is not None:
-                page.stop()

@@ -96,12 +96,6 @@ def test_centered_clipping_from_the_examples_is_its_formula(liar: float) -> None
 # ------------------------------------------------------------------ properties of RDA
 
 
-@pytest.mark.parametrize("rule", BY_FORMULA)
-def test_one_contribution_comes_back_as_it_is(rule: str) -> None:
-    v = random_values(SIZE, 0)
-    assert torch.equal(merged([v], rule, [(123, 7)]), v)
-
-
 @pytest.mark.parametrize(
     "other", [lambda v, w: w, lambda v, w: -v / 2, lambda v, w: 0 * v], ids=["apart", "against", "0"]
 )
@@ -110,14 +104,6 @@ def test_contributions_that_do_not_agree_are_not_shortened(other: Callable[[Tens
     w -= (v @ w) / (v @ v) * v  # at right angles, but for rounding
     vectors = [v, other(v, w)]
     assert_close(merged(vectors, "agreement"), merged(vectors, "mean"))
-
-
-def test_only_the_piece_whose_directions_cancel_falls_back() -> None:
-    pieces = (Piece("a", 0, 300, 0), Piece("b", 0, 400, 300))
-    a, b, c = random_values(300, 0), random_values(400, 1), 2 * random_values(400, 2)
-    result = merged([torch.cat([a, b]), torch.cat([-1.5 * a, c])], "rda", pieces=pieces)
-    assert_close(result[:300], -0.25 * a)
-    assert_close(result[300:], dumb_merge.published_rda([(b, 1, 1), (c, 1, 1)]).float())
 
 
 def test_pieces_marked_for_it_take_the_mean_and_the_others_rda_each_on_its_own() -> None:
@@ -237,17 +223,6 @@ def test_the_order_of_contributions_changes_no_bit(rule: str, encoding: str) -> 
     assert len(results) == 24
     assert all(torch.equal(r, results[0]) for r in results)
     assert bool(results[0].abs().sum() > 0)
-
-
-@pytest.mark.parametrize("rule", BY_FORMULA)
-def test_contributions_may_be_chunked_differently(rule: str) -> None:
-    pieces = (Piece("a", 0, 333, 0), Piece("b", 0, 367, 333))
-    a, b = randoms(2)
-    mixed = [
-        make_contribution("a", a, pieces=pieces, chunk_elements=256),
-        make_contribution("b", b, pieces=pieces, chunk_elements=512),
-    ]
-    assert_close(merge(mixed, pieces, rule), merged([a, b], rule, pieces=pieces))
 
 
 def test_norms_are_those_of_the_pieces_across_chunks() -> None:

@@ -9,6 +9,8 @@ import schedules
 
 from diloco_simulator.cluster import run_schedule
 from diloco_simulator.options import draw_islands
+from diloco_simulator.verify.invariants import Violation, superseded_only_by_another
+from diloco_worker.core.agreement import REFUSALS_MAX
 
 SEEDS = (0, 6, 34, 42, 122, 305, *range(330, 340))
 """Those that found something while this was built, and others."""
@@ -53,3 +55,15 @@ def test_schedules_have_islands_beside_single_processes() -> None:
     assert any(options.islands < options.learners for options in drawn)
     assert any(options.islands == options.learners > 1 for options in drawn)
     assert all("lose rank" in options.faults for options in drawn)
+
+
+def test_a_learner_may_give_up_where_its_contributions_were_made_to_hold_nan_often_enough() -> None:
+    superseded_only_by_another("a", "NOT_FINITE", 1, REFUSALS_MAX)
+    with pytest.raises(Violation, match="gave up: NOT_FINITE"):
+        superseded_only_by_another("a", "NOT_FINITE", 2, REFUSALS_MAX - 1)
+
+
+def test_nothing_else_becomes_legal_by_that() -> None:
+    superseded_only_by_another("a", "SUPERSEDED", 2, 0)
+    with pytest.raises(Violation, match="gave up: SUPERSEDED"):
+        superseded_only_by_another("a", "SUPERSEDED", 1, REFUSALS_MAX)

@@ -25,11 +25,6 @@ def no_time(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shell, "APPLY_S", 0.0)
 
 
-@pytest.fixture
-def all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shell, "APPLY_S", 3600.0)
-
-
 @pytest.mark.usefixtures("no_time")
 def test_one_version_per_step_is_applied_whatever_the_budget_and_a_newer_one_replaces_one_that_waits(rig: Rig) -> None:
     for i in range(3):

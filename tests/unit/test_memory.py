@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from diloco_common.codec import memory
+from diloco_worker.core import device
 
 MIB = 1 << 20
 SIZE = memory.LEAST // 4 + 1000
@@ -54,3 +57,24 @@ def test_blocks_that_are_free_can_be_given_back_and_those_in_use_stay() -> None:
     again = pool.take(memory.LEAST)
     again[:3] = b"xyz"
     assert bytes(used[:3]) == b"abc"
+
+
+class Stream:
+    """One of an accelerator that this machine has not."""
+
+    def __init__(self) -> None:
+        self.was_waited_for = False
+
+    def synchronize(self) -> None:
+        self.was_waited_for = True
+
+
+@pytest.mark.parametrize("module", ["accelerator", "xpu"], ids=["torch 2.6 and later", "earlier"])
+def test_a_device_of_any_make_is_waited_for(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Stream()
+    if module != "accelerator":
+        monkeypatch.delattr(torch, "accelerator", raising=False)
+    monkeypatch.setattr(torch, module, SimpleNamespace(current_stream=lambda of: stream), raising=False)
+
+    device.wait_for_device(torch.device("xpu"))
+    assert stream.was_waited_for

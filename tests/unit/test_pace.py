@@ -17,7 +17,7 @@ from diloco_common.codec import encode_payload
 from diloco_common.settings import OVERLAP_STEPS
 from diloco_common.wire.messages import Collect, Outcome, Progress, PushAnswer
 from diloco_server.core.ledger import RoundOpened
-from diloco_server.core.membership import IDLE_ROUNDS, Member
+from diloco_server.core.membership import Member
 from diloco_server.core.patience import LONGEST
 from rig import MODEL, SIZE, TOKENS, Rig
 
@@ -181,17 +181,3 @@ def test_step_times_are_held_against_what_passes_between_reports() -> None:
         crowd.come(f"liar-{i}", 1.0, step_time_s=1e6)  # these do contribute, and are the majority
     crowd.run(60)
     assert 0 < crowd.shard.rounds.patience.grace_s() <= LONGEST * OVERLAP_STEPS * 2.1
-
-
-def test_who_contributes_counts_and_who_is_only_late_still_sets_the_pace() -> None:
-    member = Member("a", "p", 1, last_heard=0.0, last_step_at=0.0)
-    assert (member.is_idle, member.sets_pace) == (False, False), "it has answered no round yet"
-    member.contributes()
-    assert (member.is_idle, member.sets_pace) == (False, True)
-    for _ in range(IDLE_ROUNDS):
-        member.missed_round()
-    assert (member.is_idle, member.sets_pace) == (True, False)
-    member.is_late()
-    assert (member.is_idle, member.sets_pace) == (True, True)
-    member.contributes()
-    assert (member.is_idle, member.sets_pace) == (False, True)
