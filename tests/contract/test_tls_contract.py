@@ -259,7 +259,7 @@ async def test_a_standby_serves_with_its_renewed_certificate(run, written, tmp_p
 def shown_serial(address: str) -> str:
     from diloco_common.wire.handshake import certificate_at
 
-    certificate = certificate_at(address, 2.0)
+    certificate = certificate_at(address)
     assert certificate is not None
     return format(certificate.serial_number, "x")
 

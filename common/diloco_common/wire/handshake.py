@@ -38,37 +38,37 @@ EXPIRED, NOT_YET_VALID, HOST_DIFFERS, IP_DIFFERS = 10, 9, 62, 64
 DIAL_S = PROBE_S
 
 
-def find_cause(address: str, files: TlsFiles | None, dial_s: float = DIAL_S) -> HandshakeFailed | None:
+def find_cause(address: str, files: TlsFiles | None) -> HandshakeFailed | None:
     """Why a caller with these files gets no call through to host:port. None: unknown, or all is well now.
 
-    Takes up to three times `dial_s`, and blocks meanwhile. Raises no network errors.
+    Takes up to three times `DIAL_S`, and blocks meanwhile. Raises no network errors.
     """
     try:
         if files is None:
-            return _plaintext_cause(address, dial_s)
-        return _own_cause(files, datetime.now(UTC)) or _tls_cause(address, files, dial_s)
+            return _plaintext_cause(address)
+        return _own_cause(files, datetime.now(UTC)) or _tls_cause(address, files)
     except OSError:  # nobody there, or gone in the middle: gRPC reports that well enough
         return None
 
 
-def _plaintext_cause(address: str, dial_s: float) -> HandshakeFailed | None:
+def _plaintext_cause(address: str) -> HandshakeFailed | None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
-        with _dial(address, dial_s) as raw, context.wrap_socket(raw, server_hostname=parse_address(address).host):
+        with _dial(address) as raw, context.wrap_socket(raw, server_hostname=parse_address(address).host):
             pass
     except ssl.SSLError:
-        return _http_cause(address, dial_s)
+        return _http_cause(address)
     return TlsMismatch(
         f"{address} speaks TLS, and this caller plaintext; set security.tls (tls= of join) to the folder that "
         "`diloco certs issue` made for it"
     )
 
 
-def _http_cause(address: str, dial_s: float) -> NotAShard | None:
+def _http_cause(address: str) -> NotAShard | None:
     """The port speaks HTTP; if it is a shard's, its status tells where the shard listens. Raises OSError."""
     wanted = parse_address(address)
-    asked = http.client.HTTPConnection(wanted.host, wanted.port, timeout=dial_s)
+    asked = http.client.HTTPConnection(wanted.host, wanted.port, timeout=DIAL_S)
     try:
         asked.request("GET", "/status")
         status = json.loads(asked.getresponse().read(8 << 20))
@@ -115,16 +115,16 @@ def _has_signed(ca: x509.Certificate, certificate: x509.Certificate) -> bool:
     return True
 
 
-def _tls_cause(address: str, files: TlsFiles, dial_s: float) -> HandshakeFailed | None:
+def _tls_cause(address: str, files: TlsFiles) -> HandshakeFailed | None:
     """The problem between the caller and the port. Raises OSError for network problems."""
     try:
         with (
-            _dial(address, dial_s) as raw,
+            _dial(address) as raw,
             _context(files).wrap_socket(raw, server_hostname=parse_address(address).host) as sock,
         ):
             return _first_words(address, files, sock)
     except ssl.SSLCertVerificationError as error:
-        return _shards_certificate(address, files, error, dial_s)
+        return _shards_certificate(address, files, error)
     except ssl.SSLError as error:
         if error.reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG"):
             return TlsMismatch(
@@ -157,10 +157,8 @@ def _refused(address: str, files: TlsFiles) -> HandshakeFailed:
     )
 
 
-def _shards_certificate(
-    address: str, files: TlsFiles, error: ssl.SSLCertVerificationError, dial_s: float
-) -> HandshakeFailed:
-    found, now = certificate_at(address, dial_s), datetime.now(UTC)
+def _shards_certificate(address: str, files: TlsFiles, error: ssl.SSLCertVerificationError) -> HandshakeFailed:
+    found, now = certificate_at(address), datetime.now(UTC)
     if error.verify_code == EXPIRED:
         when = shown(found.not_valid_after_utc) if found else "some time ago"
         return CertificateNotValid(
@@ -185,12 +183,12 @@ def _shards_certificate(
     )
 
 
-def certificate_at(address: str, dial_s: float = DIAL_S) -> x509.Certificate | None:
+def certificate_at(address: str) -> x509.Certificate | None:
     """The certificate of a port, whoever issued it; None: no certificate, or nobody is there."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
-        with _dial(address, dial_s) as raw, context.wrap_socket(raw) as sock:
+        with _dial(address) as raw, context.wrap_socket(raw) as sock:
             shown_there = sock.getpeercert(binary_form=True)
     except OSError:
         return None
@@ -217,6 +215,6 @@ def _context(files: TlsFiles) -> ssl.SSLContext:
     return context
 
 
-def _dial(address: str, dial_s: float) -> socket.socket:
+def _dial(address: str) -> socket.socket:
     wanted = parse_address(address)
-    return socket.create_connection((wanted.host, wanted.port), dial_s)
+    return socket.create_connection((wanted.host, wanted.port), DIAL_S)

@@ -289,14 +289,19 @@ def mean_of(variance: str) -> str:
     return variance.removesuffix(VARIANCE) + MEAN
 
 
+def check_tensor(tensor: TensorSpec) -> None:
+    """Check that it could be sent. Raises BadRequest."""
+    bounds.check("Tensor", "name", tensor.name)
+    bounds.check("Tensor", "shape", tensor.shape)
+    for n in tensor.shape:
+        bounds.check("Tensor", "shape[]", n)
+
+
 def check_tensors(tensors: Sequence[TensorSpec]) -> None:
     """Check that the model could be sent. Raises BadRequest."""
     bounds.check("JoinRequest", "tensors", tensors)
     for tensor in tensors:
-        bounds.check("Tensor", "name", tensor.name)
-        bounds.check("Tensor", "shape", tensor.shape)
-        for n in tensor.shape:
-            bounds.check("Tensor", "shape[]", n)
+        check_tensor(tensor)
     elements = sum(tensor.num_elements for tensor in tensors)
     if elements > bounds.ELEMENTS_MAX:
         raise BadRequest(

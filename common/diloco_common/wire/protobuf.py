@@ -22,7 +22,7 @@ from diloco_common.codec.frames import chunk_in, frame_of, framed
 from diloco_common.wire import bounds
 from diloco_common.wire.bounds import has_at_most, size_of
 from diloco_common.wire.by_name import Converter, Field, within
-from diloco_common.wire.manifest import Kind, TensorSpec, buffer_spec
+from diloco_common.wire.manifest import Kind, TensorSpec, buffer_spec, check_tensor
 from diloco_common.wire.messages import (
     Collect,
     Committed,
@@ -134,25 +134,16 @@ def tensors_in_turns(tensors: Sequence[pb.Tensor]) -> Iterator[list[TensorSpec]]
 def _tensor_from_pb(tensor: pb.Tensor, before: str) -> TensorSpec:
     if tensor.prefix > len(before):
         raise errors.BadRequest(f"Tensor.prefix is {tensor.prefix}; the name before has {len(before)} characters")
-    name, shape = before[: tensor.prefix] + tensor.name, tensor.shape
-    if not 0 < len(name) <= bounds.TENSOR_NAME_MAX:
-        raise bounds.beyond("Tensor.name", name, bounds.LIMITS["Tensor"]["name"])
-    if len(shape) > bounds.DIMENSIONS_MAX:
-        raise bounds.beyond("Tensor.shape", shape, bounds.LIMITS["Tensor"]["shape"])
+    name, shape = before[: tensor.prefix] + tensor.name, tuple(tensor.shape)
     if tensor.buffer:
         try:
-            spec = buffer_spec(name, tuple(shape), tensor.buffer, tensor.dtype)
+            spec = buffer_spec(name, shape, tensor.buffer, tensor.dtype)
         except ValueError as error:
             raise errors.BadRequest(f"{error}; a newer release of decoupled-diloco may know it") from None
     else:
         kind: Kind = "momentum" if tensor.companion else "parameter"
-        spec = TensorSpec(name, tuple(shape), "mean" if tensor.mean_merge else "run", kind)
-    for n in spec.shape:
-        if not 0 <= n <= bounds.ELEMENTS_MAX:
-            raise errors.BadRequest(
-                f"tensor {name[:64]!r} has shape {list(spec.shape)}; "
-                f"0 to {bounds.number(bounds.ELEMENTS_MAX)} are taken for each dimension"
-            )
+        spec = TensorSpec(name, shape, "mean" if tensor.mean_merge else "run", kind)
+    check_tensor(spec)
     return spec
 
 
