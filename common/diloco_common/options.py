@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Group, Parameter, Token
 
-from diloco_common import quantities
+from diloco_common import units
 from diloco_common.errors import ConfigError
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import Given, Loaded, default_of, from_text, load, load_saved
@@ -135,7 +135,7 @@ def number(parse: Callable[[str], float], low: float, high: float, words: str) -
 
 
 def _dtype(_: Any, tokens: Sequence[Token]) -> str:
-    found = quantities.dtype(tokens[0].value)
+    found = units.dtype(tokens[0].value)
     if found not in ("float32", "bfloat16", "float16"):
         raise ValueError("must be one of float32, bfloat16 (bf16), float16 (fp16)")
     return found

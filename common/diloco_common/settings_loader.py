@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from diloco_common import quantities
+from diloco_common import units
 from diloco_common.errors import ConfigError, did_you_mean
 from diloco_common.settings import Settings
 from diloco_common.wire.addresses import write_json
@@ -225,12 +225,12 @@ def _read_quantity(name: str, value: object) -> object:
     if Path in kinds:
         return os.path.expanduser(value)  # no shell has done it in a file, nor after `--set section.key=`
     if name in ("sync.push", "sync.pull"):
-        return quantities.dtype(value)
+        return units.dtype(value)
     parse: Callable[[str], float]
     if float in kinds and _is_time(name):
-        parse = quantities.seconds
+        parse = units.seconds
     elif int in kinds:
-        parse = quantities.count
+        parse = units.whole
     else:
         return value
     try:

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from diloco_common import quantities
+from diloco_common import units
 from diloco_common.command import new_app
 from diloco_common.errors import ConfigError, DataError, did_you_mean
 from diloco_common.options import (
@@ -52,7 +52,7 @@ def health(
     return check(grpc, http, tls)
 
 
-_LINES = number(quantities.count, 0, 1_000_000, "a whole number")
+_LINES = number(units.whole, 0, 1_000_000, "a whole number")
 
 
 def logs(

@@ -15,7 +15,7 @@ from diloco_chaos.cluster import LISTEN, ChaosCluster, Links, NoLinks, SmallDisk
 from diloco_chaos.plan import ChaosRun, Fault, make_plan
 from diloco_chaos.result import Result, make_baseline, make_result, summary
 from diloco_chaos.timeline import check_timeline, draw
-from diloco_common import quantities
+from diloco_common import units
 from diloco_common.command import new_app, run_app
 from diloco_common.errors import EXIT_OK, EXIT_UNEXPECTED
 from diloco_common.options import NO_SETTINGS, Flag, SettingsOptions, number, setting, settings_from
@@ -48,7 +48,7 @@ app = new_app("diloco_chaos", "Hurt a cluster on this machine, and check that no
 DEFAULTS = {name: Given(value, "a default of chaos") for name, value in _OURS.items()}
 """A week of training in minutes: small steps of a fixed length that leave the machine mostly idle."""
 _MINUTES = number(float, 0.01, 10_000.0, "minutes, from 0.01 to 10000")
-_SECONDS = number(quantities.seconds, 0.1, 10_000.0, "seconds, from 0.1 to 10000, such as 5s")
+_SECONDS = number(units.seconds, 0.1, 10_000.0, "seconds, from 0.1 to 10000, such as 5s")
 _SHARE = number(float, 0.0, 0.9, "a share, from 0 to 0.9")
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from diloco_common import formulas, quantities, units
+from diloco_common import formulas, units
 from diloco_common.command import new_app
 from diloco_common.errors import ConfigError
 from diloco_common.formulas import BITS, LINK_SHARE
@@ -50,17 +50,17 @@ def parameters_of(name: str) -> int:
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
-_PARAMS = number(quantities.count, 1, 10**13, "a number of parameters, such as 125M or 70B")
-_CHIPS = number(quantities.count, 1, 10**9, "a number of chips, such as 4096 or 1.2e6")
-_WHOLE = number(quantities.count, 1, 1_000_000, "a whole number from 1 to 1,000,000")
-_FRAGMENTS = number(quantities.count, 1, FRAGMENTS_MAX, f"a whole number from 1 to {FRAGMENTS_MAX:,}")
-_TOKENS = number(quantities.count, 1, 10**18, "a number of tokens, such as 1T")
-_RATE = number(quantities.bits_per_s, 1e3, 1e13, "a rate, such as 100Mbit, 1Gbit/s or 12MB/s")
-_DISK = number(quantities.num_bytes, 1e5, 1e12, "bytes per second, such as 300MB")
-_SECONDS = number(quantities.seconds, 1e-4, 86_400.0, "a time, such as 1s or 250ms")
+_PARAMS = number(units.whole, 1, 10**13, "a number of parameters, such as 125M or 70B")
+_CHIPS = number(units.whole, 1, 10**9, "a number of chips, such as 4096 or 1.2e6")
+_WHOLE = number(units.whole, 1, 1_000_000, "a whole number from 1 to 1,000,000")
+_FRAGMENTS = number(units.whole, 1, FRAGMENTS_MAX, f"a whole number from 1 to {FRAGMENTS_MAX:,}")
+_TOKENS = number(units.whole, 1, 10**18, "a number of tokens, such as 1T")
+_RATE = number(units.bits_per_s, 1e3, 1e13, "a rate, such as 100Mbit, 1Gbit/s or 12MB/s")
+_DISK = number(units.num_bytes, 1e5, 1e12, "bytes per second, such as 300MB")
+_SECONDS = number(units.seconds, 1e-4, 86_400.0, "a time, such as 1s or 250ms")
 _DAYS = number(float, 5e-324, 1e6, "days, above 0 and up to 1,000,000")
-_BUDGET = number(quantities.count, 0, 1e15, "money, such as 200k, in the currency of the file")
-_DELAY = number(quantities.seconds, 0.0, 60.0, "a time, such as 80ms")
+_BUDGET = number(units.whole, 0, 1e15, "money, such as 200k, in the currency of the file")
+_DELAY = number(units.seconds, 0.0, 60.0, "a time, such as 80ms")
 _CHOSEN = "chosen"
 USUAL = Link(1e8, 1e8, 0.08)
 CHIPS, TOKENS = 64, 10**12

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from typing import Any
 
-from diloco_common import quantities
+from diloco_common import units
 from diloco_planner.chips import PRESETS, YEAR_S
 
 Parse = Callable[[Any], Any]
@@ -28,7 +28,7 @@ def _of(parse: Callable[[str], float], low: float, high: float, words: str) -> t
 
 
 def _whole(low: int, high: int, words: str) -> tuple[Parse, str]:
-    parse, _ = _of(quantities.count, low, high, words)
+    parse, _ = _of(units.whole, low, high, words)
 
     def convert(value: Any) -> int:
         number = parse(value)
@@ -65,16 +65,16 @@ def _date(value: Any) -> str:
 
 
 LEARNERS_MAX = 10_000
-_TIME = _of(quantities.seconds, 0, 1000 * YEAR_S, 'a time, such as "90s", "20m" or "1y"')
-_SOME_TIME = _of(quantities.seconds, 1e-4, 1000 * YEAR_S, 'a time from 0.1 ms, such as "90s", "20m" or "1y"')
-_DELAY = _of(quantities.seconds, 0, 60, 'a time up to 60 s, such as "80ms"')
-_RATE = _of(quantities.bits_per_s, 1e3, 1e15, 'a rate from 1 kbit/s, such as "5Gbit" or "600MB"')
+_TIME = _of(units.seconds, 0, 1000 * YEAR_S, 'a time, such as "90s", "20m" or "1y"')
+_SOME_TIME = _of(units.seconds, 1e-4, 1000 * YEAR_S, 'a time from 0.1 ms, such as "90s", "20m" or "1y"')
+_DELAY = _of(units.seconds, 0, 60, 'a time up to 60 s, such as "80ms"')
+_RATE = _of(units.bits_per_s, 1e3, 1e15, 'a rate from 1 kbit/s, such as "5Gbit" or "600MB"')
 _LEARNERS = _whole(1, LEARNERS_MAX, f"a whole number from 1 to {LEARNERS_MAX:,}")
 _WHOLE = _whole(1, 1_000_000_000, "a whole number from 1 to 10^9")
 _SPARES = _whole(0, 1_000_000_000, "a whole number from 0 to 10^9")
 _COUNT = _whole(1, 4096, "a whole number from 1 to 4096")
 _TOKENS = _whole(1, 10**12, 'tokens, such as "1M"')
-_BYTES = _of(quantities.num_bytes, 1e6, 1e15, 'bytes from 1 MB, such as "80GB"')
+_BYTES = _of(units.num_bytes, 1e6, 1e15, 'bytes from 1 MB, such as "80GB"')
 _SHARE = _of(float, 0, 1, "a share from 0 to 1")
 _PRICE = _of(float, 0, 1e9, "a price from 0")
 

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from diloco_common import quantities, units
+from diloco_common import units
 from diloco_common.errors import ConfigError
 from diloco_common.formulas import BITS
 from diloco_common.options import NO_SETTINGS, Json, number, refuse_idle, settings_from
@@ -29,12 +29,12 @@ from diloco_planner.described import Bill, Described, read
 from diloco_planner.plans import LEARNERS, LearnerPlan, RunOutcome, refuse_endless
 from diloco_planner.ways import Sent, baselines
 
-_CHIPS = number(quantities.count, 1, 1e9, "a number of chips, such as 4096 or 1.2e6")
-_PARAMS = number(quantities.count, 1, 1e14, "a number of parameters, such as 125M, 70B or 5e9")
-_LEARNERS = number(quantities.count, 1, 10_000, "a whole number from 1 to 10,000")
-_WHOLE = number(quantities.count, 1, 4096, "a whole number from 1 to 4096")
-_TIME = number(quantities.seconds, 1e-4, 1e11, "a time, such as 1y, 90d or 3h")
-_STEP = number(quantities.seconds, 1e-4, 86_400.0, "a time, such as 1s or 250ms")
+_CHIPS = number(units.whole, 1, 1e9, "a number of chips, such as 4096 or 1.2e6")
+_PARAMS = number(units.whole, 1, 1e14, "a number of parameters, such as 125M, 70B or 5e9")
+_LEARNERS = number(units.whole, 1, 10_000, "a whole number from 1 to 10,000")
+_WHOLE = number(units.whole, 1, 4096, "a whole number from 1 to 4096")
+_TIME = number(units.seconds, 1e-4, 1e11, "a time, such as 1y, 90d or 3h")
+_STEP = number(units.seconds, 1e-4, 86_400.0, "a time, such as 1s or 250ms")
 _HOURS = number(float, 0.001, 100_000.0, "hours, from 0.001")
 _Encoding = Literal["float32", "bfloat16", "int8", "int4"]
 CHIPS = 1_200_000

@@ -12,7 +12,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from diloco_common import quantities
+from diloco_common import units
 from diloco_common.command import disk_errors, new_app
 from diloco_common.errors import EXIT_OK, BadCheckpoint, ConfigError, DataError
 from diloco_common.options import Json, number
@@ -20,8 +20,8 @@ from diloco_deploy import LOOK_S, START_S
 from diloco_deploy.checkpoint import Writing
 from diloco_deploy.run.folder import existing, shards_in
 
-_COUNT = number(quantities.count, 1, 1_000_000, "a whole number from 1")
-_SECONDS = number(quantities.seconds, 0.0, 86_400.0, "seconds, from 0 to 86400, such as 5s")
+_COUNT = number(units.whole, 1, 1_000_000, "a whole number from 1")
+_SECONDS = number(units.seconds, 0.0, 86_400.0, "seconds, from 0 to 86400, such as 5s")
 _SOURCES = "the folder of `diloco up`, data folders of shards, checkpoints, or URLs of checkpoints"
 
 app = new_app("checkpoint", "Take, list, verify and copy checkpoints: `diloco checkpoint FOLDER` takes one at once.")

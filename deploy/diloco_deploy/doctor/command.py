@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from diloco_common import quantities
+from diloco_common import units
 from diloco_common.command import version
 from diloco_common.errors import ConfigError, plain
 from diloco_common.options import NO_SETTINGS, Flag, Json, SettingsOptions, number, setting, settings_from
@@ -212,9 +212,9 @@ def _summary(count: dict[State, int]) -> str:
     return f"{failed or 'nothing'} failed, {warnings} warnings; `diloco explain CODE` says more"
 
 
-_PARAMS = number(quantities.count, 1, 10**13, "a number of parameters, such as 125M or 70B")
-_LEARNERS = number(quantities.count, 1, 1_000_000, "a whole number from 1")
-_SECONDS = number(quantities.seconds, 1e-4, 86_400.0, "a time, such as 1s or 250ms")
+_PARAMS = number(units.whole, 1, 10**13, "a number of parameters, such as 125M or 70B")
+_LEARNERS = number(units.whole, 1, 1_000_000, "a whole number from 1")
+_SECONDS = number(units.seconds, 1e-4, 86_400.0, "a time, such as 1s or 250ms")
 
 
 def doctor(
