@@ -76,8 +76,8 @@ class Learner(LearnerView):
         self._began = self._clock()
         self._watch = watch
         self._pull_average = pull_average
-        self._others = OtherValues(boundary.replica, self._settle)
-        self._crossing = Crossing(boundary, connections, background, context, self.compared, self._settle)
+        self._others = OtherValues(boundary.replica, self._check_model)
+        self._crossing = Crossing(boundary, connections, background, context, self.compared, self._check_model)
         self._ending = Ending(boundary, connections, self._crossing, context, self)
         self._following: Following | None = None
 
@@ -315,8 +315,8 @@ class Learner(LearnerView):
         if self._watch is not None:
             self._watch.check_in_place()
 
-    def _settle(self) -> None:
-        """Wait until nobody reads the parameters. Raises ModelChanged."""
+    def _check_model(self) -> None:
+        """Raises ModelChanged unless it is the one that joined."""
         if self._watch is not None:
             self._watch.check()
             self._watch.check_in_place()

@@ -48,14 +48,14 @@ class Background(Protocol):
 class Crossing:
     def __init__(
         self, boundary: StepBoundary, connections: Connections, background: Background, context: ConnectionContext,
-        compared: Compared, settle: Callable[[], None],
+        compared: Compared, check_model: Callable[[], None],
     ) -> None:  # fmt: skip
-        """`settle` waits until nobody reads the parameters."""
+        """`check_model` raises ModelChanged."""
         self.step_time_s = 0.0
         """Moving average, in seconds."""
         self._boundary, self._connections, self._background = boundary, connections, background
         self._codec, self._telemetry, self._clock = context.codec, context.telemetry, context.world.clock
-        self._compared, self._settle = compared, settle
+        self._compared, self._check_model = compared, check_model
         self._diverging = Diverging(len(list(connections)))
         self._steps_told = boundary.figures().inner_step
         self._step_ended = 0.0  # set by `begin`
@@ -138,7 +138,7 @@ class Crossing:
         """
         if not self._boundary.is_alone or not self._diverging.begin_anew():
             return False
-        self._settle()
+        self._check_model()
         self._boundary.take_global()
         optimizers = [*self._compared.optimizers.values()]
         for optimizer in optimizers:

@@ -30,10 +30,10 @@ _COUNTER = "n_averaged"
 class OtherValues:
     """One block at a time. Owned by the training thread."""
 
-    def __init__(self, replica: Replica, settle: Callable[[], None]) -> None:
-        """`settle` waits until nobody reads the parameters. Raises what ends the learner."""
+    def __init__(self, replica: Replica, check_model: Callable[[], None]) -> None:
+        """`check_model` raises ModelChanged."""
         self._replica = replica
-        self._settle = settle
+        self._check_model = check_model
         self._block = ""
 
     def check(self) -> None:
@@ -48,7 +48,7 @@ class OtherValues:
     def instead(self, block: str, write: Callable[[], None], also: Sequence[Tensor] = ()) -> Iterator[None]:
         """The block of that name. `write` writes the values; `also`: other tensors that it changes."""
         self.check()
-        self._settle()
+        self._check_model()
         with torch.no_grad():
             put_back = self._replica.keep(also)
         self._block = block
@@ -65,7 +65,7 @@ class OtherValues:
     def for_good(self, values: Values) -> None:
         """Write values that stay. Raises WrongCall and UnsupportedModel."""
         self.check()
-        self._settle()
+        self._check_model()
         pairs = self.beside(values)
         write(pairs)
         self._replica.into_copies(pairs)
