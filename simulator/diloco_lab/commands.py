@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from diloco_common import quantities
+from diloco_common import units
 from diloco_common.command import check_outputs, new_app
 from diloco_common.errors import EXIT_OK, ConfigError
 from diloco_common.options import number
@@ -40,7 +40,7 @@ COMMANDS = (
 app = new_app("lab", "Compare rules and settings by what they learn: production cores in one process, virtual time.")
 
 
-_FROM_1 = number(quantities.count, 1, 10**6, "a number from 1")
+_FROM_1 = number(units.whole, 1, 10**6, "a number from 1")
 
 
 @Parameter(name="*")
