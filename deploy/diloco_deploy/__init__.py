@@ -1,7 +1,7 @@
 """The operator's tools: bring up a cluster on this machine, supervise it, and show the state of any.
 
     cluster/     one pure model of a cluster, and how processes are asked
-    status.py, record.py, terminal.py, report.py    the model on a terminal, and what a run came to
+    status.py, terminal.py, report.py    the model on a terminal, and what a run came to
     web/         the model as a live page
     run/         `diloco up`, on this machine or on Ray: folder, members, resizing
     trust/       certificates and tokens

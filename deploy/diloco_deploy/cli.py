@@ -21,7 +21,7 @@ COMMANDS = (
     ),
     Command("status", "diloco_deploy.status:status", "show a running cluster", LOOK),
     Command(
-        "record", "diloco_deploy.record:record", "show whose work is in each version, and its weight", LOOK,
+        "record", "diloco_deploy.status:record", "show whose work is in each version, and its weight", LOOK,
     ),
     Command("web", "diloco_deploy.web.command:web", "the live page of a run, in a browser", LOOK),
     Command("logs", "diloco_deploy.commands:logs", "show the logs of a cluster on this machine", LOOK),
