@@ -70,10 +70,8 @@ class Library:
 
     def build(self) -> Path | str:
         """Compile it for all instruction sets that this compiler supports, or say why not. Removes stale files."""
-        if os.environ.get("DILOCO_NATIVE", "1") == "0":
-            return "DILOCO_NATIVE is 0"
-        if not fitting():
-            return f"there are no kernels for this CPU ({platform.machine()})"
+        if os.environ.get("DILOCO_NATIVE", "1") == "0" or not fitting():
+            return self.find()
         if not self.sources():
             return f"there is no C in {self.folder}"
         compiler, failed = shlex.split(os.environ.get("CC", "cc")), ""

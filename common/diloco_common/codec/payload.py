@@ -188,6 +188,7 @@ class ChunkWriter:
         return Payload(replace(self._header, chunks_crc32c=self._checksum.value), tuple(self._chunks))
 
 
+@torch.no_grad()
 def decode_payload(payload: Payload, out: Tensor) -> None:
     """Decode a fragment into `out` (num_elements,) float32, contiguous, on any device.
 
@@ -200,23 +201,10 @@ def decode_payload(payload: Payload, out: Tensor) -> None:
     if out.numel() != header.num_elements:
         raise BadPayload(f"the payload has {header.num_elements} elements, but `out` has {out.numel()}")
     check_chunk_sizes(payload)
+    codec = get_codec(header.encoding)
     for index, chunk in enumerate(payload.chunks):
-        decode_chunk(header, index, chunk, out[header.chunk_slice(index)])
-
-
-@torch.no_grad()
-def decode_chunk(header: PayloadHeader, index: int, data: Chunk, out_slice: Tensor) -> None:
-    """Decode chunk `index` alone, into `out_slice` (its elements,) float32, contiguous, on any device.
-    Raises BadPayload, with the index of the block, before anything is written."""
-    _check_flat(out_slice)
-    bounds = header.chunk_slice(index)
-    if out_slice.numel() != bounds.stop - bounds.start:
-        raise BadPayload(
-            f"chunk {index} has {bounds.stop - bounds.start} elements, but `out_slice` has {out_slice.numel()}"
-        )
-    check_chunk_size(header, index, data)
-    with of_chunk(index):
-        get_codec(header.encoding).decode(as_tensor(data, out_slice.device), out_slice)
+        with of_chunk(index):
+            codec.decode(as_tensor(chunk, out.device), out[header.chunk_slice(index)])
 
 
 def check_chunk(header: PayloadHeader, index: int, data: Tensor) -> None:

@@ -55,34 +55,28 @@ async def read_version(
     `heard` is called for the header and for each chunk. Raises Unavailable, or a Refusal of the call or of the answer.
     """
     async with aclosing(answer) as parts:
-        return await _read_parts(parts, request, num_elements, heard)
-
-
-async def _read_parts(
-    parts: AsyncGenerator[PullHeader | Chunk, None], request: PullRequest, num_elements: int, heard: Callable[[], None]
-) -> tuple[PullHeader, Payload | None]:
-    header = await anext(parts, None)
-    if not isinstance(header, PullHeader):
-        raise BadRequest("the shard answered Pull without a header")
-    if header.fragment_id != request.fragment_id:
-        raise BadRequest(f"the shard answered with fragment {header.fragment_id}, not {request.fragment_id}")
-    heard()
-    if header.payload is None:
-        return header, None
-    if header.payload.num_elements != num_elements:
-        raise BadRequest(
-            f"fragment {header.fragment_id} has {header.payload.num_elements} elements, not {num_elements}"
-        )
-    have = request.have[1] if request.have is not None else None
-    if header.base_version is not None and header.base_version != have:
-        raise BadRequest(
-            f"fragment {header.fragment_id} came as a change since version {header.base_version}, "
-            "which is not what was asked for"
-        )
-    receiver = PayloadReceiver(header.payload)
-    async for part in parts:
-        if isinstance(part, PullHeader):
-            raise BadRequest("the shard answered Pull with two headers")
-        receiver.add(part)
+        header = await anext(parts, None)
+        if not isinstance(header, PullHeader):
+            raise BadRequest("the shard answered Pull without a header")
+        if header.fragment_id != request.fragment_id:
+            raise BadRequest(f"the shard answered with fragment {header.fragment_id}, not {request.fragment_id}")
         heard()
-    return header, receiver.finish()
+        if header.payload is None:
+            return header, None
+        if header.payload.num_elements != num_elements:
+            raise BadRequest(
+                f"fragment {header.fragment_id} has {header.payload.num_elements} elements, not {num_elements}"
+            )
+        have = request.have[1] if request.have is not None else None
+        if header.base_version is not None and header.base_version != have:
+            raise BadRequest(
+                f"fragment {header.fragment_id} came as a change since version {header.base_version}, "
+                "which is not what was asked for"
+            )
+        receiver = PayloadReceiver(header.payload)
+        async for part in parts:
+            if isinstance(part, PullHeader):
+                raise BadRequest("the shard answered Pull with two headers")
+            receiver.add(part)
+            heard()
+        return header, receiver.finish()
