@@ -255,7 +255,7 @@ class Lied(SimulatedCluster):
 
     def start_learner(self, learner_id: str) -> None:
         self.learners.append(Trainer(self, learner_id, PATTERN * 10.0, Start()))
-        self._all.append(self.learners[-1].process)
+        self.processes.append(self.learners[-1].process)
         self.starts[learner_id] += 1
 
     def broken_promise(self) -> Violation | None:
