@@ -22,14 +22,14 @@ FRAGMENTS_MAX = 4096
 TENSORS_MAX = 2**16
 """Tensors of a model. An adapter with 128 experts in each of 60 layers, three times two tensors each, has 46,080."""
 TENSOR_NAME_MAX = 512
-TENSOR_NAMES_MAX = TENSORS_MAX * TENSOR_NAME_MAX // 2
+TENSOR_NAMES_MAX = 16 << 20
 """Characters of all names together, with prefixes (`Tensor.prefix`) written out."""
 DIMENSIONS_MAX = 8
 FROZEN_MAX = 8192
 """Frozen tensors compared; a learner with more combines several. A shard looks at them within 50 ms."""
 FROZEN_BYTES_MAX = 64 << 10
 """Bytes of all frozen tensors up to which their values are sent: enough for constants, not for a base model."""
-TIES_MAX = FRAGMENTS_MAX
+TIES_MAX = 4096
 """Keys of a state_dict; a learner with more omits the rest."""
 JOIN_ENTRIES_MAX = TENSORS_MAX + FROZEN_MAX + TIES_MAX + FRAGMENTS_MAX + 128
 """Entries of all fields of a Join together, counted before parsing."""
@@ -51,17 +51,17 @@ EPOCH_KEPT_MAX = 10**12 - 1
 """Limit of a version file; the name of an epoch file has 12 digits."""
 NAME_MAX = 64
 """Characters of ids, codes and names of encodings."""
-PARTS_MAX = FRAGMENTS_MAX
-RANGES_MAX = 2 * FRAGMENTS_MAX
+PARTS_MAX = 4096
+RANGES_MAX = 8192
 """Ranges in one message. A rank has about one for each tensor of the fragment."""
-RANGES_OF_ALL_MAX = TENSORS_MAX
+RANGES_OF_ALL_MAX = 2**16
 """Ranges of all parts of one contribution: 64 ranks with 1024 tensors each in one fragment."""
 TIME_MAX_S = 2.0**32
 """A century."""
 AWAY_MAX = 64
 """Shards that a learner reports as away; it omits the rest."""
 ADDRESS_MAX = 260
-RULES_MAX = TENSOR_NAME_MAX
+RULES_MAX = 512
 """Characters of the description of a shard's rules."""
 
 
