@@ -54,10 +54,6 @@ from diloco_server.core.membership import Member
 from diloco_server.core.shard import Shard
 from diloco_worker.core.fragment import Lease, PendingContribution
 
-TOLD_EVERY = 10_000
-"""Number of events between two reports of progress."""
-
-
 TICKS_PER_STEP = 8
 """Ticks of the shard while a round waits. In production there is one every 20 ms."""
 
@@ -124,7 +120,7 @@ class PlannedWorld:
             self.now, _, act = heapq.heappop(self._events)
             act()
             handled += 1
-            if told is not None and handled % TOLD_EVERY == 0:
+            if told is not None:
                 told(self.now)
         return self._outcome(handled)
 

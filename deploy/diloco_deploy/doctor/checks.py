@@ -87,6 +87,8 @@ MEASURE_S = 2.0
 """Time for one measurement,"""
 TIMES = 3
 """which is made so many times."""
+SLOW_S = 0.5
+"""A round trip, or a write of a few megabytes, that takes longer is worth a warning."""
 TOTAL_S = 16.0
 """Time limit of all checks together."""
 

@@ -13,14 +13,12 @@ from typing import NamedTuple
 from diloco_common import formulas, units
 from diloco_common.formulas import BITS, LINK_SHARE
 from diloco_common.settings import OVERLAP_STEPS, ShardSettings
-from diloco_deploy.doctor.checks import MEASURE_S, TIMES, ReportLine, failure, ok, warning
+from diloco_deploy.doctor.checks import MEASURE_S, SLOW_S, TIMES, ReportLine, failure, ok, warning
 from diloco_server.shell.quotas import CONNECTIONS_PER_LEARNER, ENOUGH, KEPT, connections_allowed, connections_wanted
 from diloco_server.storage.filesystem import Disk, FileSystem
 
 PROBE_BYTES = 8 << 20
 """Files written in turn; none is started after this many seconds."""
-SYNC_SLOW_S = 0.5
-"""Limit for a file of that size, whatever the model."""
 
 
 class Written(NamedTuple):
@@ -103,7 +101,7 @@ def fast_enough(folder: Path, written: Written, shard: PlannedShard | None) -> R
     )
     figures = {"sync_s": written.seconds, "bytes_per_s": written.bytes_per_s}
     if shard is None:
-        if written.seconds > SYNC_SLOW_S:
+        if written.seconds > SLOW_S:
             return warning("DISK_SLOW", what, **figures)
         return ok(what, **figures)
     elements = shard.params / shard.fragments
@@ -116,7 +114,7 @@ def fast_enough(folder: Path, written: Written, shard: PlannedShard | None) -> R
     what += f"; a version takes {save_s:.2g} s, and all of them {busy:.0%} of the time of H steps"
     if busy > 1:
         return failure("DISK_SLOW", what, **figures)
-    if busy > LINK_SHARE or save_s > OVERLAP_STEPS * shard.step_s or written.seconds > SYNC_SLOW_S:
+    if busy > LINK_SHARE or save_s > OVERLAP_STEPS * shard.step_s or written.seconds > SLOW_S:
         return warning("DISK_SLOW", what, **figures)
     return ok(what, **figures)
 

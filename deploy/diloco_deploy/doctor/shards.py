@@ -36,6 +36,7 @@ from diloco_deploy import ASK_S
 from diloco_deploy.cluster.findings import ENDS_SOON_S, SKEW_S
 from diloco_deploy.doctor.checks import (
     MEASURE_S,
+    SLOW_S,
     TIMES,
     Door,
     Known,
@@ -48,7 +49,6 @@ from diloco_deploy.doctor.checks import (
 )
 from diloco_protos import parameter_server_pb2 as pb
 
-FAR_S = 0.5
 ENDS_SOON = timedelta(seconds=ENDS_SOON_S)
 
 
@@ -84,7 +84,7 @@ def port(address: str, dial_s: float = ASK_S) -> ReportLine:
 
 def round_trip(address: str, seconds: float) -> ReportLine:
     what = f"{address} answers; a round trip takes {1000 * seconds:.3g} ms"
-    if seconds > FAR_S:
+    if seconds > SLOW_S:
         return warning("LINK_FAR", what, round_trip_s=seconds)
     return ok(what, round_trip_s=seconds)
 
@@ -112,7 +112,7 @@ def validity(whose: str, until: datetime, now: datetime) -> ReportLine:
     return warning("CERTIFICATE_ENDS_SOON", what) if until - now < ENDS_SOON else ok(what)
 
 
-SKEW_MOST_S = 60.0
+SKEW_MOST_S = 6 * SKEW_S
 """Difference of clocks that is a failure if certificates depend on it; beyond `SKEW_S` it is a warning."""
 
 

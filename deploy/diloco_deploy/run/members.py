@@ -27,6 +27,7 @@ from diloco_deploy.run.folder import ClusterFolder
 from diloco_deploy.run.supervisor import DRAIN_S, ChildSpec
 from diloco_deploy.terminal import Snapshot
 from diloco_deploy.trust.tending import OBSERVER, OwnCertificates
+from diloco_deploy.web.drawn import POINTS_MAX
 
 EVALUATE = "evaluate"
 
@@ -131,7 +132,6 @@ def _sets(given: Mapping[str, object]) -> list[str]:
     return [f"--set={name}={value}" for name, value in given.items()]
 
 
-_LOSSES_MAX = 512
 HOLD_S = ASK_S
 """Findings that end sooner are not reported."""
 
@@ -198,7 +198,7 @@ class Watch:
         if loss is None:
             return
         self._losses.append(loss)
-        if len(self._losses) > _LOSSES_MAX:  # halve the resolution, keep the whole course
+        if len(self._losses) > POINTS_MAX:  # halve the resolution, keep the whole course
             self._losses = [(a + b) / 2 for a, b in zip(self._losses[::2], self._losses[1::2], strict=False)]
 
     def snapshot(self, now: float) -> Snapshot:
