@@ -26,7 +26,7 @@ from in_process import (
 from builders import chunk_request
 from diloco_common.codec import Payload, chunks_crc32c
 from diloco_common.wire import protobuf, rpc
-from diloco_common.wire.messages import Collect, Committed, PushHeader
+from diloco_common.wire.messages import Collect, Committed, PushHeader, Range
 from diloco_protos import parameter_server_pb2 as pb
 from waiting import until
 
@@ -197,6 +197,10 @@ def test_the_lease_that_ends_while_the_bytes_come_fences_the_push(opened, clock)
 
     assert found.code == "LEASE_EXPIRED"
     assert shard.state().contributions == {0: ()}
+
+
+def test_a_contribution_that_comes_whole_has_no_ranges(opened):
+    opened.rejects(lambda: opened.push(opened.a, ranges=(Range(0, NUM_ELEMENTS),)), "BAD_PAYLOAD")
 
 
 @pytest.mark.parametrize("sent", [0, 1, 2])

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import google_crc32c
 import pytest
 
 from diloco_common.errors import BadCheckpoint, VersionDamaged
@@ -138,6 +141,42 @@ def test_no_byte_of_a_manifest_may_change(contents: Contents, cluster: Path) -> 
 
 def dump(value: object) -> bytes:
     return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
+
+
+def forged(contents: Contents, change: Callable[[Any], object]) -> bytes:
+    """Another manifest, with a checksum that is right. `change` gets its `checkpoint`."""
+    body = json.loads(encode_manifest(contents))["checkpoint"]
+    change(body)
+    whole = {"checkpoint": body, "crc32c": f"{google_crc32c.value(dump(body)):08x}"}
+    return dump(whole)
+
+
+def another_name(body: Any) -> None:
+    name = body["files"][1]["name"]
+    body["files"][0].update(name=name)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda b: b["files"][0].update(name="../../shard-0/" + b["files"][0]["name"]),
+        another_name,
+        lambda b: b["files"][0].update(version=7),
+        lambda b: b["files"][0].update(fragment_id=-1, name="fragment--001-version-000000000002.safetensors"),
+        lambda b: b["files"][0].pop("checksums"),
+        lambda b: b["files"].append(b["files"][0]),
+        lambda b: b["files"].clear(),
+        lambda b: b.update(num_fragments=0),
+        lambda b: b.update(tensors=[["a"]]),
+        lambda b: b.update(tensors=[["a", [2**62] * 17, False]]),
+        lambda b: b.pop("digest"),
+    ],
+)
+def test_a_manifest_that_nobody_makes_is_refused_in_one_line(contents, cluster, change) -> None:
+    """Bad input: from elsewhere, so a right checksum says nothing, and its names are not paths."""
+    assert forged(contents, lambda _: None) == encode_manifest(contents)
+    with pytest.raises(BadCheckpoint, match=r"^c is damaged: [^\n]*$"):
+        decode_manifest(forged(contents, change), "c")
 
 
 @pytest.mark.parametrize("what", [{"num_bytes": 9}, {"checksums": "0011223344556677"}, {"tokens_merged": 1}])

@@ -86,6 +86,16 @@ def test_a_member_is_described_by_the_worst_that_is_known(member: SeenMember, st
     assert of(SeenMember("shard-9", "shard", "up", shard(9, *known)), member).state_of(member, NOW) == state
 
 
+def test_sums_are_taken_over_shards_and_workers() -> None:
+    shards = [SeenMember(f"s{i}", "shard", "up", shard(i, rounds=10, evictions=1)) for i in (0, 1)]
+    totals = of(*shards, *(SeenMember(name, "worker", "up", worker(loss=loss)) for name, loss in (("a", 2), ("b", 3))))
+    found = totals.totals()
+    assert (found.tokens, found.tokens_merged, found.tokens_budget) == (600_000, 1000, 4000)
+    assert (found.loss, found.tokens_per_s, found.tokens_carried) == (2.5, 2000.0, 20)
+    assert (found.rounds, found.participants_mean, found.late, found.evictions) == (20, 2.0, 2, 2)
+    assert (found.bytes_pushed, found.bytes_pulled, found.done) == (200, 400, False)
+
+
 def test_progress_and_budget_do_not_move_while_a_shard_starts_again() -> None:
     watch = Watch(0.0)
     for index, merged in enumerate((400, 800)):

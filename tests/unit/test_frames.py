@@ -61,6 +61,15 @@ def test_what_an_encoder_writes_is_sent_without_a_copy() -> None:
     assert {type(piece) for piece in payload.chunks} == {memoryview}
 
 
+@pytest.mark.parametrize(
+    "view",
+    [memoryview(b"x" * 30)[16:], memoryview(bytearray(30))[16:], memoryview(b"x" * 9), written(b"some bytes")[:4]],
+)
+def test_a_view_of_other_bytes_or_of_a_part_is_not_taken_for_a_frame(view: memoryview) -> None:
+    assert said_crc32c(view) is None
+    assert pb.PushRequest.FromString(frame_of(view)).chunk == bytes(view)
+
+
 def unusual(r: random.Random, kind: Any) -> bytes:
     """A message as others may make it: without padding, fields in any order, twice, unknown, or cut off."""
     said = [kind(chunk=r.randbytes(r.choice((0, 1, 20, 127, 128, 300)))) for _ in range(r.choice((0, 1, 1, 1, 2)))]
