@@ -205,7 +205,7 @@ def test_a_figure_that_was_typed_is_replaced_by_the_result() -> None:
     text = quality.PAGE.read_text()
     typed = text.replace("| 1.6945 |", "| 1.0000 |")
     assert typed != text
-    assert quality.rebuilt(typed) == quality.rebuilt(text) == text
+    assert quality.rebuilt(typed) == text
 
 
 def test_the_page_has_what_is_on_record() -> None:
