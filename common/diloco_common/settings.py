@@ -115,7 +115,7 @@ class GuardSettings(Section):
 class LeaseSettings(Section):
     lease_s: float = Field(default=6.0, gt=0)
     """Seconds of silence after which a learner is evicted. One that sends heartbeats, but has ended no inner step for
-    five times as long, is stalled: no round waits for it."""
+    five times as long, is shown as stalled."""
     heartbeat_s: float = Field(default=1.0, ge=0.01, le=3600)
     """Seconds between two messages, in both directions, if there is nothing else to send."""
 

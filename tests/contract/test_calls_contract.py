@@ -13,9 +13,10 @@ from in_process import NUM_ELEMENTS, TENSORS, Caller, InProcessShard, refusal, s
 
 from diloco_common.codec import Payload, PayloadHeader, decode_payload
 from diloco_common.errors import ConfigError, InUse
+from diloco_common.trust.identity import Identity
 from diloco_common.wire import protobuf, rpc
 from diloco_common.wire.manifest import TensorSpec
-from diloco_common.wire.messages import Drain, Pulse
+from diloco_common.wire.messages import PROTOCOL, Drain, Evicted, JoinRequest, Pulse
 from diloco_server.shell import probes as health
 from secret_files import secret_file
 from waiting import until
@@ -67,7 +68,12 @@ def test_a_proxy_of_the_environment_catches_no_call_to_this_machine(shard, monke
         ({"tensors": []}, STATUS.FAILED_PRECONDITION, "MANIFEST_MISMATCH", "no trainable elements"),
         ({"tensors": [TensorSpec("w", (0, 3))]}, STATUS.FAILED_PRECONDITION, "MANIFEST_MISMATCH", "no trainable"),
         ({"tensors": [TensorSpec("w", (3,))] * 2}, STATUS.FAILED_PRECONDITION, "MANIFEST_MISMATCH", "the same name"),
-        ({"tensors": [TensorSpec("w", (-3,))]}, STATUS.INVALID_ARGUMENT, "BAD_REQUEST", "has shape [-3]"),
+        (
+            {"tensors": [TensorSpec("w", (-3,))]},
+            STATUS.INVALID_ARGUMENT,
+            "BAD_REQUEST",
+            "the tensor 'w': Tensor.shape[] is -3",
+        ),
         ({"tensors": [TensorSpec("", (3,))]}, STATUS.INVALID_ARGUMENT, "BAD_REQUEST", "Tensor.name has 0 characters"),
         ({"process_id": "x" * 65}, STATUS.INVALID_ARGUMENT, "BAD_REQUEST", "process_id has 65 characters; at most 64"),
         ({"observe": True}, STATUS.FAILED_PRECONDITION, "NOT_SEEDED", "try again later"),
@@ -300,3 +306,33 @@ def test_bytes_that_are_no_message_end_the_call_and_nothing_else(a, shard, metho
     assert (found.status, found.code) == (STATUS.INVALID_ARGUMENT, "BAD_REQUEST")
     assert shard.state() == before
     assert a.pull()[0].version == 0
+
+
+def test_the_older_process_is_told_even_if_the_newer_attends_at_once(shard):
+    old = joined(shard).attend()
+    old.hear(Pulse)
+    newer = shard.caller("a")
+
+    def both_at_once() -> None:
+        # As when Join and Attend of the newer come before the older's stream is written to.
+        host = shard.server.host
+        answer = host.join("a", JoinRequest(PROTOCOL, "another process", TENSORS))
+        host.attend(Identity(host.settings.run.id, "a", answer.generation, answer.epoch))
+
+    newer.loop.look(both_at_once)
+
+    assert old.hear(Evicted).code == "SUPERSEDED"
+
+
+@pytest.mark.parametrize(("process_id", "code"), [("another", "SUPERSEDED"), ("", "STALE_GENERATION")])
+def test_a_newer_generation_ends_the_stream_of_the_older(shard, process_id, code):
+    stream = joined(shard).attend()
+    stream.hear(Pulse)
+
+    newer = shard.caller("a")
+    newer.join(process_id=process_id)
+
+    told = stream.hear(Evicted)
+    assert told.code == code
+    assert "joined" in told.message
+    newer.attend().hear(Pulse)

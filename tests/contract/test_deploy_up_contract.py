@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -240,3 +241,21 @@ def test_a_death_that_was_asked_for_is_no_exit_and_lasts_as_long_as_asked(tmp_pa
             assert supervisor.start_due(now + 99) == []
             assert supervisor.start_due(now + 101) == ["ann"]
             assert supervisor.pid("ann") is not None
+
+
+def test_a_killed_shard_comes_back_on_the_same_ports(command: Callable[..., Command]) -> None:
+    up = command("waits")
+    children = up.children()
+    file = up.folder / "run" / "shard-1.json"
+    before = json.loads(file.read_text())
+    children[1].kill()
+
+    def again() -> Any:
+        try:
+            found = json.loads(file.read_text())
+        except FileNotFoundError:  # until the next process is up
+            return None
+        return found if found["pid"] != before["pid"] else None
+
+    after = until(again, "the next start", 30.0)
+    assert (after["grpc"], after["http"]) == (before["grpc"], before["http"])

@@ -172,3 +172,45 @@ def test_ctrl_c_is_one_line_and_leaves_the_run(serve, capsys):
     assert told.value.code == 130
     assert capsys.readouterr().err.splitlines()[-1] == "diloco: interrupted; a has left the run after 0 steps"
     assert shard.member_state("a") == "left"
+
+
+def test_a_model_that_is_not_finite_takes_the_global_values_and_trains_on(serve, train, written):
+    shard = serve(settings_with(sync={"quorum": 1}))
+    a, b = train(shard.address, "a"), train(shard.address, "b", seed=1)
+    a.until(lambda: shard.version() >= 1, "a version")
+    with torch.no_grad():
+        a.model[0].weight.fill_(float("nan"))
+
+    def mended() -> bool:
+        a.step()
+        b.step()
+        return bool(torch.isfinite(a.model[0].weight).all())
+
+    until(mended, "the values of the run")
+    assert "values were not finite" in written.getvalue()
+    merged = a.learner.core.contributions["merged"]
+    until(lambda: a.step() or b.step() or a.learner.core.contributions["merged"] > merged, "it contributes again")
+
+
+def test_the_first_steps_without_tokens_are_said_once(serve, train, written):
+    a, b = train(serve().address, "a"), train(serve().address, "b")
+    for step in range(6):
+        a.step(8, counted=0)
+        b.step(8, counted=8 * (step > 1))
+    assert written.getvalue().count("code=NO_TOKENS") == 1
+
+
+def test_a_learner_goes_on_from_its_state_as_the_same_one(serve, train):
+    shard = serve(settings_with())
+    other, a = train(shard.address, "other"), train(shard.address, "a")
+    for _ in range(3):
+        a.step()
+    state, seed = a.learner.state_dict(), a.learner.seed
+    a.learner.close()
+
+    again = diloco_worker.join(shard.address, tiny_model(), state=state, wait_s=20)
+    with again:
+        assert again.learner_id == "a"
+        assert (again.inner_step, again.tokens, again.index) == (3, 24, a.learner.index)
+        assert (again.seed, again.seed == other.learner.seed) == (seed, False)
+        assert again.state_dict() == state

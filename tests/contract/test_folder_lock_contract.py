@@ -10,12 +10,12 @@ import pytest
 
 from diloco_common.errors import InUse
 from diloco_common.settings import Settings
-from diloco_server.shell import server
+from diloco_server.shell import keeper, server
 from diloco_server.shell.server import ShardServer
 from diloco_server.storage.filesystem import FolderLock
 from diloco_server.storage.store import FileStore
 from stores import MANIFEST, make_version
-from waiting import DEADLINE_S
+from waiting import DEADLINE_S, until_async
 
 
 @pytest.mark.parametrize("hangs", [False, True])
@@ -50,3 +50,26 @@ def test_a_folder_that_a_hanging_write_may_still_land_in_stays_locked(tmp_path, 
     else:
         FolderLock(tmp_path).release()
     gate.set()
+
+
+def test_a_shard_ends_quietly_while_its_disk_refuses(tmp_path, monkeypatch, caplog) -> None:
+    """reliability.md 7: what waits for the disk is not announced, and learners push it again to the next life."""
+    monkeypatch.setattr(keeper, "RETRY_S", 0.02)
+
+    def refuse(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    async def run() -> None:
+        shard = ShardServer(Settings.model_validate({"shard": {"data_dir": tmp_path, "listen": "127.0.0.1:0"}}))
+        await shard.start()
+        monkeypatch.setattr(FileStore, "save", refuse)
+        shard.host.work.start(lambda: shard.host.keeper.keep(make_version(0), MANIFEST), "merge-0")
+        jobs = list(shard.host.work._jobs)
+        await until_async(lambda: shard.host.keeper.failing, "the disk to refuse")
+        await shard.stop(drain_s=0.05)
+        await asyncio.wait(jobs, timeout=120)
+
+    asyncio.run(run())
+    said = caplog.text
+    assert "No space left" in said
+    assert "job failed" not in said

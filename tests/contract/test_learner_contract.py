@@ -12,7 +12,7 @@ from in_process import settings_with
 from training import EXACT, Training, global_values, state_of, tiny_model
 
 import diloco_worker
-from diloco_common.errors import CannotConnect, DilocoError, Superseded
+from diloco_common.errors import CannotConnect, DilocoError, ManifestMismatch, Superseded
 from diloco_common.wire.calls import FIRST_S, GROWTH
 from diloco_worker.learner import AWAY_S
 from waiting import until
@@ -294,3 +294,16 @@ def test_a_failed_join_leaves_no_thread(serve):
     with pytest.raises(DilocoError):
         diloco_worker.join(shard.address, tiny_model(), run="other", learner_id="a", wait_s=20)
     until(lambda: _threads() == [], "all threads end")
+
+
+def test_a_learner_with_another_model_sees_the_differences(serve, train):
+    """Fault 21."""
+    shard = serve(settings_with(sync={"fragments": 2}))
+    train(shard.address, "a")
+
+    with pytest.raises(ManifestMismatch) as refused:
+        diloco_worker.join(shard.address, tiny_model(width=7), learner_id="b", wait_s=20)
+
+    assert "0.weight: [6, 4] <-> [7, 4]" in str(refused.value)
+    assert "2.weight: [2, 6] <-> [2, 7]" in str(refused.value)
+    assert refused.value.exit_code == 6

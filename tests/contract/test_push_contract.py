@@ -12,19 +12,21 @@ import grpc
 import pytest
 import torch
 from in_process import (
+    CHUNK_ELEMENTS,
     DEADLINE_S,
     NUM_ELEMENTS,
     Attendance,
     Caller,
     Clock,
     InProcessShard,
+    Refused,
     contribution,
     refusal,
     settings_with,
 )
 
 from builders import chunk_request
-from diloco_common.codec import Payload, chunks_crc32c
+from diloco_common.codec import Payload, PayloadHeader, chunks_crc32c
 from diloco_common.wire import protobuf, rpc
 from diloco_common.wire.messages import Collect, Committed, PushHeader, Range
 from diloco_protos import parameter_server_pb2 as pb
@@ -139,10 +141,46 @@ def test_a_push_is_refused_by_its_header_alone(opened, written, changes, payload
     assert "\x1b" not in written.getvalue()
 
 
+def int8_payload(scale: float = 1e-3, code: int = 1, crc_off: int = 0) -> Payload:
+    """int8 chunks written by hand, the scale and the code the same everywhere but in the first block."""
+    chunks = []
+    for start in range(0, NUM_ELEMENTS, CHUNK_ELEMENTS):
+        count = min(CHUNK_ELEMENTS, NUM_ELEMENTS - start)
+        first = start == 0
+        chunks.append(struct.pack("<f", scale if first else 1e-3) + struct.pack("b", code if first else 1) * count)
+    crc = chunks_crc32c(chunks) ^ crc_off
+    header = PayloadHeader("int8", NUM_ELEMENTS, CHUNK_ELEMENTS, sum(map(len, chunks)), crc)
+    return Payload(header, tuple(chunks))
+
+
 def with_first(payload: Payload, *values: float) -> Payload:
     """A payload as float32, but for its first values."""
     chunks = (struct.pack(f"<{len(values)}f", *values) + payload.chunks[0][4 * len(values) :], *payload.chunks[1:])
     return Payload(replace(payload.header, chunks_crc32c=chunks_crc32c(chunks)), chunks)
+
+
+def changed(change: Callable[[list[bytes]], list[bytes]]) -> Payload:
+    """A right header with other chunks."""
+    payload = int8_payload(code=2)
+    return Payload(payload.header, tuple(change(list(payload.chunks))))
+
+
+BAD_BYTES: list[tuple[str, Payload, str, str]] = [
+    ("a wrong checksum", int8_payload(crc_off=1), "BAD_CHECKSUM", "changed on the way"),
+    ("a flipped bit", changed(lambda c: [bytes([c[0][0] ^ 1]) + c[0][1:], *c[1:]]), "BAD_CHECKSUM", "crc32c"),
+    ("a chunk too many", changed(lambda c: [*c, c[-1]]), "BAD_PAYLOAD", "there is no chunk 3"),
+    ("a chunk too long", changed(lambda c: [c[0] + b"\0", *c[1:]]), "BAD_PAYLOAD", "chunk 0 of 3 takes 260 bytes"),
+    ("chunks in another order", changed(lambda c: [c[1], c[0], c[2]]), "BAD_CHECKSUM", "crc32c"),
+    ("a scale of 0 with codes", int8_payload(scale=0.0), "BAD_PAYLOAD", "scale"),
+    ("the code -128", int8_payload(code=-128), "BAD_PAYLOAD", "-128"),
+]
+
+
+@pytest.mark.parametrize(
+    ("payload", "code", "words"), [case[1:] for case in BAD_BYTES], ids=[case[0] for case in BAD_BYTES]
+)
+def test_bytes_that_are_not_the_announced_contribution_are_refused(opened, payload, code, words):
+    opened.rejects(lambda: opened.push(opened.a, payload), code, words)
 
 
 @pytest.mark.parametrize(
@@ -199,8 +237,57 @@ def test_the_lease_that_ends_while_the_bytes_come_fences_the_push(opened, clock)
     assert shard.state().contributions == {0: ()}
 
 
+@pytest.mark.parametrize(
+    ("sent", "says"),
+    [
+        pytest.param(messages(None, b"123"), "a push begins with its header", id="a chunk before the header"),
+        pytest.param(
+            [pb.PushRequest()], "PushRequest has neither a header nor a chunk with its crc32c", id="an empty message"
+        ),
+        pytest.param([], "a push begins with its header", id="nothing"),
+    ],
+)
+def test_a_push_without_its_header_first_is_refused(opened, sent, says):
+    with opened.unchanged():
+        found = refusal(lambda: opened.a.push_messages(sent))
+    assert found == Refused(STATUS.INVALID_ARGUMENT, "BAD_REQUEST", says)
+    assert opened.shard.metric("refused_calls_total", code="BAD_REQUEST") >= 1
+
+
 def test_a_contribution_that_comes_whole_has_no_ranges(opened):
     opened.rejects(lambda: opened.push(opened.a, ranges=(Range(0, NUM_ELEMENTS),)), "BAD_PAYLOAD")
+
+
+def test_a_chunk_without_its_checksum_is_refused(opened):
+    payload = contribution()
+    sent = messages(opened.a.header(payload), *payload.chunks)
+    sent[1].ClearField("crc32c")
+    opened.rejects(lambda: opened.a.push_messages(sent), "BAD_REQUEST", "nor a chunk with its crc32c")
+
+
+def test_a_second_header_is_refused(opened):
+    payload = contribution()
+    header = opened.a.header(payload)
+    sent = messages(header, payload.chunks[0]) + messages(header)
+    opened.rejects(lambda: opened.a.push_messages(sent, hold=True), "BAD_REQUEST", "chunks only")
+
+
+def test_a_push_that_is_cut_off_in_the_middle_leaves_no_trace(opened):
+    payload = contribution()
+    sent = messages(opened.a.header(payload), *payload.chunks[:2])
+    service_pushes = opened.shard.metric("received_bytes_total")
+
+    async def cut_off() -> None:
+        call = opened.a.stub.Push(metadata=opened.a.metadata())
+        for message in sent:
+            await call.write(message)
+        while opened.shard.metric("received_bytes_total") < service_pushes + sum(map(len, payload.chunks[:2])):
+            await opened.shard.server.host.work.compute("encode", lambda: None)
+        call.cancel()
+
+    with opened.unchanged():
+        opened.shard.loop.run(cut_off())
+    assert opened.push(opened.a, payload).outcome == ACCEPTED  # the whole of it, again
 
 
 @pytest.mark.parametrize("sent", [0, 1, 2])

@@ -77,3 +77,23 @@ def test_an_open_call_ends_when_its_proof_expires(run: Certificates) -> None:
     for revokes, ends in ((False, Expired), (True, Revoked)):
         with pytest.raises(ends):
             asyncio.run(asyncio.wait_for(call(revokes=revokes), 20))
+
+
+def test_open_calls_of_the_revoked_end_and_no_others(run: Certificates) -> None:
+    proofs = {name: proof_of(pem(run, f"learner/{name}")) for name in "ab"}
+    callers = Callers(lambda: 0.0, needs_certificate=True)
+
+    async def call(name: str, generation: int) -> None:
+        async with callers.holding(Identity("local", name, generation, proof=proofs[name])):
+            await asyncio.Event().wait()
+
+    async def scene() -> None:
+        *revoked, other = [asyncio.create_task(call(*of)) for of in (("a", 7), ("a", 7), ("b", 8))]
+        await asyncio.sleep(0)
+        callers.revoke(frozenset({proofs["a"].serial}))
+        ended = await asyncio.wait_for(asyncio.gather(*revoked, return_exceptions=True), 120)
+        assert [type(error) for error in ended] == [Revoked] * 2
+        assert not other.done()
+        other.cancel()
+
+    asyncio.run(scene())

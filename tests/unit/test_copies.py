@@ -23,7 +23,10 @@ def test_one_that_fell_behind_is_not_waited_for_until_it_has_caught_up() -> None
     copies.holds(0, 5, announced=5)
     assert not copies.may_announce(0, 7)
     copies.falls_behind(0)
-    copies.holds(0, 6, announced=7)
+    copies.holds(0, 5, announced=7)
     assert copies.may_announce(0, 9)
-    copies.holds(0, 7, announced=7)
+    copies.holds(0, 6, announced=7)
+    assert copies.may_announce(0, 7)
     assert not copies.may_announce(0, 9)
+    copies.holds(0, 5, announced=7)
+    assert copies.may_announce(0, 7), "a confirmation that is late changes nothing"

@@ -17,8 +17,8 @@ from diloco_common.errors import (
     WrongRun,
 )
 from diloco_common.ports import Unavailable
-from diloco_common.wire.calls import FIRST_S, LONGEST_S, backoff_s
-from diloco_worker.core.connection import REVOKED_S, STAYS_S, Dialing, Redial
+from diloco_common.wire.calls import FIRST_S, backoff_s
+from diloco_worker.core.connection import REVOKED_S, STAYS_S, STEADY_S, Dialing, Redial
 
 
 @pytest.mark.parametrize(("after_s", "ends"), [(REVOKED_S - 0.1, False), (REVOKED_S, True)])
@@ -73,7 +73,18 @@ def test_a_connection_that_ended_is_dialed_again_and_joined_where_the_lease_is_o
     assert why in redial.why
 
 
-@pytest.mark.parametrize(("lasting_s", "waits"), [(LONGEST_S - 1, 3), (LONGEST_S + 1, 0)])
+@pytest.mark.parametrize(
+    ("errors", "waits"),
+    [
+        ((CUT,) * 4, 3),  # each wait is longer than the one before
+        ((CUT, CUT, CUT, LEASE_OVER), 0),  # the shard answers: no need to wait for it
+    ],
+)
+def test_waits_grow_until_the_shard_answers_that_the_lease_is_over(errors: tuple[DilocoError, ...], waits: int) -> None:
+    assert attempts(*errors).after_s == backoff_s(waits, 0.0)
+
+
+@pytest.mark.parametrize(("lasting_s", "waits"), [(STEADY_S - 1, 3), (STEADY_S + 1, 0)])
 def test_a_connection_that_held_is_dialed_again_without_the_waits_before_it(lasting_s: float, waits: int) -> None:
     assert attempts(CUT, CUT, CUT, CUT, lasting_s=lasting_s).after_s == backoff_s(waits, 0.0)
 
@@ -131,3 +142,14 @@ def test_what_waiting_does_not_mend_is_an_objection_once_it_has_stayed(
     dialing.begin(last[0], has_lease=False)
     redial = dialing.ended(last[1], last[0], 0.0)
     assert (redial.is_objection, redial.why) == (ends, str(last[1]))
+
+
+@pytest.mark.parametrize("error", [FOREIGN, HOST])
+def test_a_learner_that_was_up_goes_on_whatever_becomes_of_its_certificate(error: DilocoError) -> None:
+    dialing = Dialing()
+    dialing.is_up()
+    for now in (0.0, 10.0, 100.0):
+        dialing.begin(now, has_lease=False)
+        redial = dialing.ended(error, now, 0.0)
+        assert str(error) in redial.why
+        assert not redial.is_objection

@@ -141,3 +141,25 @@ def test_fragments_spread_evenly_over_h(num_fragments: int, sync_every: int) -> 
 )
 def test_a_fragment_is_due_when_enough_learners_took_h_steps_of_their_own(steps, base, quorum, due) -> None:
     assert is_due([member(i, s) for i, s in steps.items()], base, 4, quorum) is due
+
+
+@pytest.mark.parametrize(
+    ("sections", "tokens", "asked"),
+    [
+        ({}, 0, ["fast"]),
+        ({"run": {"tokens": 12}}, 1, ["fast", "slow"]),  # the budget ends
+    ],
+)
+def test_a_round_asks_those_that_have_most_of_an_interval(
+    sections: dict[str, Any], tokens: int, asked: list[str]
+) -> None:
+    shard = make_shard(1, sections=sections, quorum=1)
+    (state,) = shard.fragments.values()
+    for name, steps in (("fast", 4), ("slow", 2)):
+        member = shard.join(name, asking(SPECS[:1], f"process {name}"), 0.0)
+        shard.progress(member, Progress(0, 0, None, 1.0), 1.0)
+        member.reports.merged_until[0] = Progress(0, 0)
+        state.base_steps[name] = state.base_tokens[name] = 0
+        shard.progress(member, Progress(steps, tokens * 4 * steps, None, 1.0), 5.0)
+    shard.tick(5.0)
+    assert sorted(state.round.asked) == asked

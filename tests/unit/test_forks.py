@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import multiprocessing
 import os
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -70,3 +71,9 @@ def _names(node: ast.AST) -> Iterator[str]:
 
 def _is_ours(node: ast.stmt) -> bool:
     return any(name.startswith("diloco_") for name in _names(node))
+
+
+def test_a_spawned_child_that_runs_the_script_again_is_refused(alone: pytest.MonkeyPatch) -> None:
+    alone.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+    with pytest.raises(WrongCall, match='if __name__ == "__main__":'):
+        children.check_may_join("r", "a")

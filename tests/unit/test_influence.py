@@ -362,3 +362,11 @@ def test_directions_are_right_beside_one_with_nearly_all_of_the_weight(times: in
     expected = directions(alike, [], 4096, {})
     assert found["a"].cosine == pytest.approx(expected["a"].cosine, abs=1e-3)
     assert found["a"].others == pytest.approx(expected["a"].others, abs=1e-3)
+
+
+def test_a_limit_rises_at_once_and_falls_slowly() -> None:
+    influence, limit = Influence(), None
+    for lengths, expected in [((1, 1, 1), 1.0), ((5, 5, 9), 5.0), ((1, 1, 1), 5 * FALLS), ((7,), 5 * FALLS)]:
+        _, limit = influence.bound(0, sent(*lengths), limit)
+        assert limit is not None
+        assert limit.length == pytest.approx(expected)

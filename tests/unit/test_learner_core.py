@@ -430,3 +430,27 @@ def test_a_version_of_a_later_epoch_follows_one_that_was_kept(is_renamed: bool) 
     rig.trains(by=1.0)
     assert rig.arrives(4, 20.0, merged=4, epoch=EPOCH + 1)
     assert (rig.theta, rig.fragment.epoch, rig.core.unmerged) == (21.0, EPOCH + 1, 0)
+
+
+def test_tokens_are_unmerged_until_a_version_tells_that_it_holds_them() -> None:
+    rig = Rig()
+    rig.trains(-1.0, tokens=5)
+    assert rig.core.tokens_unmerged == 5
+    rig.asked(1)
+    rig.trains(-1.0, tokens=7)
+    assert rig.core.tokens_unmerged == 12, "it may be late"
+    rig.arrives(1, 9.0, merged=1)
+    assert rig.core.tokens_unmerged == 7
+
+
+def test_what_is_lost_with_a_version_is_not_taken_for_merged() -> None:
+    """It holds (EPOCH, 5) and has contributed to round 6; the shard came back with version 3 under a new name."""
+    rig = Rig(version=5)
+    rig.contributes(6)
+    rig.core.rejoined([FragmentStatus(0, True, 3, 3, EPOCH + 1)], EPOCH + 1)
+    assert rig.core.unmerged == 0
+    rig.core.collect(Collect(0, 4, EPOCH + 1), EPOCH + 1)
+    assert rig.core.contribute() == [], "not before the version that the round is relative to is there"
+    assert rig.arrives(3, 7.0, merged=3, epoch=EPOCH + 1)
+    (contribution,) = rig.core.contribute()
+    assert (rig.theta, contribution.round, contribution.epoch, contribution.base_version) == (9.0, 4, EPOCH + 1, 3)

@@ -336,3 +336,22 @@ def test_whatever_happens_nothing_torn_is_merged_and_no_token_counts_twice(seed:
         assert len(rig.values.unique()) == 1, "a torn contribution was merged"
         assert rig.shard.ledger.tokens_merged - merged_before in (H * TOKENS, 2 * H * TOKENS)
         rig.step("island", "other", steps=H)
+
+
+@pytest.mark.parametrize("ending", ["joins again", "leaves", "is silent"])
+def test_half_a_contribution_ends_with_the_lease(ending: str) -> None:
+    rig = Islands().started("island", "other")
+    ranges = cut_in(600)
+    rig.push_part("island", torch.ones(SIZE), ranges, 0)
+    if ending == "joins again":
+        rig.join("island", "another process")
+    elif ending == "leaves":
+        rig.shard.leave(rig.members["island"])
+    else:
+        for _ in range(7):
+            rig.now += 1.0
+            rig.report("other")
+    assert rig.round is None or not rig.round.halves
+    if ending == "joins again":  # the other half, of the new process, is no half of the old one's
+        rig.push_part("island", torch.ones(SIZE), ranges, 1)
+        assert not (rig.round and rig.round.contributions)

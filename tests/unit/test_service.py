@@ -12,9 +12,9 @@ from typing import Any, TypeAlias
 import pytest
 import torch
 
-from builders import make_settings
-from diloco_common.codec import Chunk, encode_payload, encoding_names
-from diloco_common.errors import Busy, Draining, NotJoined, Superseded, TornUpload
+from builders import decoded, make_settings
+from diloco_common.codec import Chunk, Payload, encode_payload, encoding_names
+from diloco_common.errors import BadRequest, Busy, Draining, NotJoined, Superseded, TornUpload
 from diloco_common.observe.logs import Log
 from diloco_common.observe.metrics.shard import ShardMetrics
 from diloco_common.trust.identity import Identity, Proof, Scope, Subject
@@ -29,10 +29,11 @@ from diloco_common.wire.messages import (
     PullRequest,
     PushAnswer,
     PushHeader,
+    Range,
     Role,
 )
+from diloco_server.shell import pulls, quotas, waits
 from diloco_server.shell import service as module
-from diloco_server.shell import waits
 from diloco_server.shell.host import ShardHost
 from diloco_server.shell.server import real_world
 from diloco_server.shell.service import Service
@@ -247,3 +248,37 @@ async def test_a_shard_that_is_replaced_while_its_disk_is_full_asks_to_be_told_a
     rig.store.is_full = False
     with pytest.raises(Superseded):
         await rig.host.supersede(FollowRequest(Role.STANDBY, epoch=EPOCH + 1))
+
+
+async def test_a_shard_sends_the_ranges_that_are_asked_for(rig: Rig) -> None:
+    ann, ranges = await rig.seeded(), (Range(0, 1), Range(2, SIZE))
+    header, _ = await rig.pull(ann, ranges=ranges)
+    assert (header.ranges, header.payload.num_elements) == (ranges, SIZE)
+    with pytest.raises(BadRequest, match=f"a range ends at element {SIZE + 1} of {SIZE}"):
+        await rig.pull(ann, ranges=(Range(0, SIZE + 1),))
+
+
+async def test_ranks_of_one_learner_have_so_many_pulls_together(rig_of: RigOf) -> None:
+    rig = rig_of(shard={"max_pushes": 8})
+    ann = await rig.seeded()
+    asked = PullRequest(0, ranges=(Range(0, 1),))
+    opened = [rig.service.pull(replace(ann, rank=rank), asked) for rank in range(1, 5)]
+    for pull in opened:
+        await anext(pull)
+    with pytest.raises(Busy, match="4 pulls of ranks of ann are open"):
+        await rig.pull(replace(ann, rank=5), ranges=asked.ranges)
+    await rig.pull(ann, ranges=asked.ranges)
+    await opened[0].aclose()
+    await rig.pull(replace(ann, rank=5), ranges=asked.ranges)
+    for pull in opened:
+        await pull.aclose()
+
+
+async def test_who_has_not_shown_that_it_reads_is_given_small_chunks(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    for where, name in ((quotas, "SHOWN_BYTES"), (pulls, "SHOWN_BYTES"), (pulls, "SMALL_CHUNK_BYTES")):
+        monkeypatch.setattr(where, name, 1024)
+    ann = await rig.seeded()
+    small, whole = await rig.pull(ann), await rig.pull(ann)
+    assert (len(small[1]), len(whole[1])) == (-(-4 * SIZE // 1024), 1)
+    for header, chunks in (small, whole):
+        assert torch.equal(decoded(Payload(header.payload, tuple(chunks))), torch.ones(SIZE))

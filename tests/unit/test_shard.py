@@ -550,3 +550,49 @@ def test_the_run_ends_only_when_every_fragment_has_its_tokens() -> None:
     assert rig.shard.fragments[0].round is None, "this fragment has its tokens"
     assert rig.contribute("a", 1, fragment_id=1).outcome is ACCEPTED
     assert rig.shard.done
+
+
+def test_no_copy_of_what_was_refused_is_taken_when_the_round_opens_again() -> None:
+    """The learner has given its work back. The copy was let in before that, and its bytes came slowly."""
+    rig = Rig().started("a")
+    member, header, payload = let_in(rig)
+    refused = rig.shard.reject(member, header, DAMAGED)
+    rig.advance()
+    assert rig.state.round is None
+    rig.step("a", steps=4)
+    assert rig.shard.contribute(member, header, payload, (1.0,), 0.0) == refused
+    assert not rig.state.round.contributions
+    rig.advance()
+    assert rig.state.round is None, "nobody waits for what was refused"
+    assert rig.shard.ledger.rejected == {"BAD_CHECKSUM": 1}
+
+
+@pytest.mark.parametrize("first", [LATE, REJECTED])
+def test_no_copy_of_what_came_between_two_leases_is_taken_when_the_round_opens_again(rig: Rig, first: Outcome) -> None:
+    """A new lease ends the round's old one, so the contribution is refused, or late if no round is open. Later the
+    same round opens again and asks the new lease: only what is made for that counts."""
+    rig.join("a", *("b" if first is LATE else ""))
+    assert (rig.state.round is None) is (first is LATE)
+    assert rig.contribute("a", 1).outcome is first
+    rig.join("b")
+    rig.step("a", "b", steps=4)
+    assert rig.state.round.asked["a"] == rig.members["a"].generation
+    assert rig.contribute("a", 1).outcome is first, "a copy that comes late"
+    for learner_id in "ab":
+        assert rig.contribute(learner_id, 1, tokens=80, steps=8).outcome is ACCEPTED
+    assert rig.state.tokens_merged == 160
+
+
+def test_a_version_is_announced_only_once_it_is_computed() -> None:
+    rig = Rig().started("a")
+    rig.take_told("a")
+    rig.holds_jobs = True
+    rig.contribute("a", 1, 5.0)
+    assert rig.state.computing
+    assert (rig.state.version, rig.theta, rig.told_of("a", Committed)) == (0, [0.0], [])
+    rig.step("a", steps=9)
+    assert rig.state.round is None, "no round opens meanwhile"
+    rig.assert_accounts_balance()
+    rig.finish_jobs()
+    assert (rig.state.version, rig.theta) == (1, [-5.0])
+    assert rig.state.round is not None

@@ -320,3 +320,15 @@ def test_merges_of_learners_that_never_come_back_are_forgotten_above_a_bound() -
     assert merged["ann"] == 3
     assert "gone-2999" in merged
     assert "gone-0" not in merged
+
+
+def test_values_that_cannot_be_made_durable_leave_the_line_that_there_is() -> None:
+    rig = Anew()
+    rig.arrives("new", held=None)
+    rig.brings("new", 9.0)
+    rig.arrives("old", 40)
+    rig.holds_jobs = True
+    rig.brings("old", 1.0, 40)
+    assert rig.identity == (4, 0), "what is pulled meanwhile goes by its own name"
+    rig.shard.fragments[0].fail_seed()
+    assert (rig.theta, rig.identity) == ([9.0], (4, 0))

@@ -11,11 +11,16 @@ from test_watch import Sam
 from torch import Tensor, nn
 
 from builders import TinyText, make_settings
+from diloco_common.wire.manifest import cut
+from diloco_common.wire.messages import LearnerPolicy
 from diloco_worker.core.copies import Masters, find_copies
+from diloco_worker.core.events import Arrived
+from diloco_worker.core.replica import Replica
 from diloco_worker.core.shared_set import SharedSet
-from diloco_worker.core.undone import ROW, STEPS, is_undone, taken_back
+from diloco_worker.core.undone import IN_A_ROW, ROW, STEPS, is_undone, taken_back
 from lockstep import Lockstep
 from optimizers import SGD, Lookahead, OnMasters, ScheduleFree
+from parts import Parts, joined
 
 
 class TwoSteps(Sam):
@@ -134,3 +139,30 @@ def seen(rows: int, *, at: int, share: float, step: float = 0.1, laid: float = 1
 )  # fmt: skip
 def test_a_version_is_undone_where_one_step_is_its_inverse(samples: Tensor, expected: bool) -> None:
     assert is_undone(*taken_back(samples.flatten(1)).tolist()) is expected
+
+
+def test_a_step_of_a_learner_says_it_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    parts, model = Parts(), nn.ParameterList([nn.Parameter(torch.zeros(ROW))])
+    learner = parts.learner(model)
+    digest, policy = cut(Replica(model).specs, 1, 1).digest, LearnerPolicy(1, "float32", "float32")
+    learner._inbox.put(joined(5, policy, digest=digest))
+    learner._inbox.put(Arrived(0, 0, 5, torch.zeros(ROW), 0))
+    assert learner.begin()
+    master = model[0].detach().clone()
+
+    def train_on_the_master() -> None:
+        for version in range(1, IN_A_ROW + 1):
+            learner._inbox.put(Arrived(0, version, 5, torch.full((ROW,), float(version)), 0))
+            for _ in range(STEPS):
+                with torch.no_grad():
+                    model[0].copy_(master.add_(0.01))
+                learner.step(tokens=1)
+        learner.poll()
+        learner.step(tokens=1)
+
+    train_on_the_master()
+    assert caplog.text.count("inner steps undo one version") == 1
+    assert "join(masters=optimizer)" in caplog.text
+    assert "join(after_version=f)" in caplog.text
+    assert "code=VERSION_UNDONE" in caplog.text
+    assert learner.status()["versions_undone"] == IN_A_ROW

@@ -260,7 +260,7 @@ async def _news(
     transports: Mapping[str, Transport], observer: Identity, than: GlobalModel, of_model: Collection[int], every: int
 ) -> None:
     """Wait until `every` more versions are announced, or the run ends, or a stream breaks. It may also end earlier."""
-    told = dict(than.versions)
+    told, training = dict(than.versions), set(transports.values())  # shards at which learners still are
 
     async def follow(transport: Transport) -> None:
         stream = transport.follow(observer, FollowRequest(Role.OBSERVER))
@@ -272,7 +272,9 @@ async def _news(
                         if _are_further(told, than, of_model, every) or (than.is_final and told != than.versions):
                             return
                     case Pulse(learners_alive=0) if than.is_final:
-                        return
+                        training.discard(transport)
+                        if not training:
+                            return
                     case Stop() if not than.is_final:
                         return
         except (Refusal, Unavailable):
@@ -301,7 +303,7 @@ async def _pull(
     request = PullRequest(fragment.fragment_id, (encoding,))
     now = asyncio.get_running_loop().time
     timeout_s = call_s(4 * fragment.num_elements)
-    until = now() + timeout_s
+    until = now() + max(timeout_s, 2 * LONG_S)  # only few may pull in an encoding of their own at once
     while True:
         parts = transport.pull(observer, request, timeout_s)
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from numbers import Integral
 from typing import Any
 
 from diloco_common.errors import ConfigError
@@ -159,8 +160,13 @@ def _what_is_wrong(saved: object) -> str:
     """What is wrong with a saved state, or ""."""
     if not isinstance(saved, Mapping):
         return f"it is a {type(saved).__name__}"
-    missing = sorted({f.name for f in fields(LearnerState)} - saved.keys())
-    return f"it has no {', '.join(missing)}" if missing else ""
+    if missing := sorted({f.name for f in fields(LearnerState)} - saved.keys()):
+        return f"it has no {', '.join(missing)}"
+    for name in ("index", "inner_step", "tokens", "tokens_merged"):
+        value = saved[name]
+        if not (isinstance(value, Integral) and int(value) >= 0) and not (name == "index" and value is None):
+            return f"its {name} is {value!r}"
+    return ""
 
 
 def blank_state() -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import socket
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from diloco_common.trust.identity import Scope, Subject, check_learner_id
 from diloco_common.wire.addresses import parse_address, read_address
 
 FILE_MARK = "@"
+_WORD = re.compile(r"[!-~]+")
 MISSING: Stamp = (None,)
 
 
@@ -32,7 +34,9 @@ DRAWN = secrets.token_hex(3)
 class Credentials:
     def __init__(self, tls: Path | None = None, token: str | Path | None = None) -> None:
         """`tls`: a folder of `diloco certs issue`. `token`: the bearer token, or a file that holds it.
-        Raises ConfigError, SecretExposed."""
+        Raises ConfigError, SecretExposed, and WrongCall for a token that no header can carry."""
+        if isinstance(token, str) and not _WORD.fullmatch(token):
+            raise WrongCall("token= is not one word of plain ASCII: give the bearer token")  # which is a secret
         self._tls = None if tls is None else TlsFolder(tls)
         self._token_file = token if isinstance(token, Path) else None
         self._token = None if isinstance(token, Path) else token

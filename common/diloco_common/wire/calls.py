@@ -14,7 +14,7 @@ SILENCE_HEARTBEATS = 2.5
 CALL_S = 15.0
 """Seconds for a call apart from its bytes."""
 SAY_EVERY_S = 10.0
-"""Seconds between log lines of who waits for a shard."""
+"""Seconds between two log lines about the same thing that lasts."""
 LONG_S = 60.0
 """What has lasted for so many seconds is no hiccup: it is said, or nobody waits for it any longer."""
 SETTLE_S = 5.0

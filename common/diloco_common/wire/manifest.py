@@ -292,9 +292,12 @@ def mean_of(variance: str) -> str:
 def check_tensor(tensor: TensorSpec) -> None:
     """Check that it could be sent. Raises BadRequest."""
     bounds.check("Tensor", "name", tensor.name)
-    bounds.check("Tensor", "shape", tensor.shape)
-    for n in tensor.shape:
-        bounds.check("Tensor", "shape[]", n)
+    try:
+        bounds.check("Tensor", "shape", tensor.shape)
+        for n in tensor.shape:
+            bounds.check("Tensor", "shape[]", n)
+    except BadRequest as error:
+        raise BadRequest(f"the tensor {tensor.name[:64]!r}: {error}") from None
 
 
 def check_tensors(tensors: Sequence[TensorSpec]) -> None:

@@ -91,6 +91,10 @@ class DueFragments:
         of_leavers = [p for p in leaving & self._rows.keys() if self._is_due(fragments[p], merging, quorum)]
         return sorted([*(self._due_for_all(merging, quorum) - leaving), *of_leavers])
 
+    def look_again(self) -> None:
+        """The next `among` looks at everything: not all that was due was opened."""
+        self._found = None
+
     def asked(self, due: Sequence[int], live: Sequence[Member]) -> list[list[bool]]:
         """Which learners the rounds of these fragments ask: by fragment, then by learner. `live`: as given to `among`.
 

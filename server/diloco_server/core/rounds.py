@@ -32,6 +32,9 @@ from diloco_server.core.round import Contribution, Round
 from diloco_server.core.taking import Taking
 from diloco_server.core.versions import Versions
 
+ASKS_AT_ONCE = 1 << 16
+"""Most requests that one tick sends: more would keep the event loop for longer than a quarter of a second."""
+
 
 class Rounds:
     def __init__(
@@ -175,8 +178,13 @@ class Rounds:
         return [state for _, state in sorted(self._versions.phases.collecting.items())]
 
     def _open_all(self, due: Sequence[int], live: Sequence[Member], now: float) -> None:
+        """Open rounds with at most `ASKS_AT_ONCE` requests; the next tick finds the rest."""
         if not due:
             return
+        at_once = max(1, ASKS_AT_ONCE // len(live))
+        if len(due) > at_once:
+            due = due[:at_once]
+            self.patience.due.look_again()
         patience_s = self.patience.patience_s()
         steps = {m.learner_id: m.reported.inner_step for m in live}
         for fragment_id, asked in zip(due, self.patience.due.asked(due, live), strict=True):

@@ -187,14 +187,13 @@ class AccessFiles:
     def _look(
         self, renewed: Callable[[TlsFiles], None], revoked: Callable[[AbstractSet[str]], list[str]]
     ) -> None:  # fmt: skip
-        files, serials = self._new_files(), self._deny_list.refresh()
-        if files is not None:
-            renewed(files)
-        if serials:
+        if serials := self._deny_list.refresh():
             self.callers.revoke(serials)
             leases = revoked(serials)
             self._log.event("revoked", serials=sorted(serials), leases=leases)
             self._audit.note("Revoke", "OK", serials=sorted(serials), leases=leases)
+        if (files := self._new_files()) is not None:
+            renewed(files)
         why_not = (self._tls.why_not if self._tls is not None else "") or self._deny_list.why_not
         wrong = {"new files not used; the earlier ones stay": why_not, "nobody can call this shard": self._expired()}
         for words, why in wrong.items():

@@ -323,9 +323,11 @@ async def stand_by(settings: Settings) -> bool:
     check_http_is_meant("shard.http", shard.http, settings.security)
     ending = asyncio.Event()
     on_signals(ending.set)
-    tasks = running, ended, _ = [asyncio.create_task(do) for do in (standby.run(), ending.wait(), access.watch())]
+    tasks: list[asyncio.Task[object]] = []
     try:
         log.event("standing by", of=shard.standby_of, folder=shard.data_dir, http=await http.start())
+        tasks += [asyncio.create_task(do) for do in (standby.run(), ending.wait(), access.watch())]
+        running, ended, _ = tasks
         await asyncio.wait((running, ended), return_when=asyncio.FIRST_COMPLETED)
         if running.done():
             running.result()

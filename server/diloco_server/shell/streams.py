@@ -127,9 +127,9 @@ class Copies:
 
     def holds(self, fragment_id: int, version: int, announced: int) -> None:
         """The standby has this version; the shard has announced that one."""
-        if fragment_id not in self._fell_behind or version >= announced:
+        if fragment_id not in self._fell_behind or version >= announced - 1:
             self._fell_behind.discard(fragment_id)
-            self._held[fragment_id] = version
+            self._held[fragment_id] = max(version, self._held.get(fragment_id, version))
 
     def may_announce(self, fragment_id: int, version: int) -> bool:
         """Whether the standby has the version before this one, or does not keep pace."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from diloco_common import errors
 from diloco_common.errors import BadRequest, ConfigError, DilocoError, Refusal, Superseded, Unavailable
 from diloco_common.trust.identity import Identity
-from diloco_common.wire.calls import LONG_S, LONGEST_S, SAY_EVERY_S, backoff_s
+from diloco_common.wire.calls import SAY_EVERY_S, backoff_s
 from diloco_common.wire.manifest import Manifest
 from diloco_common.wire.messages import LearnerPolicy, Pulse
 from diloco_worker.core.events import Announced, Gone, Joined
@@ -257,9 +257,12 @@ STAYS = (errors.ForeignCertificate, errors.WrongHost, errors.TlsMismatch, errors
 learner runs, or a clock corrected."""
 STAYS_S = 3.0
 """Seconds for which such a failure must stay the same: long enough to look for the cause twice."""
-REVOKED_S = LONG_S
+REVOKED_S = 60.0
 """Seconds until a learner that was revoked in training ends: the time to give it another certificate."""
-GONE_S = SAY_EVERY_S
+STEADY_S = 5.0
+"""After a connection of this length, the next dial does not wait as long as earlier failures would demand. A shard that
+is silent ends a dial sooner."""
+GONE_S = 10.0
 """After this time with nobody listening, a shard is not just restarting: a learner that ends does not wait for it."""
 
 
@@ -313,8 +316,8 @@ class Dialing:
             why = f"{error} [{error.code}]"
         stays = self._is_here_to_stay(error, now) or (is_for_good and not self._was_up)  # wrong from the start
         is_objection = stays or isinstance(error, ALWAYS) or type(error) is DilocoError
-        # Who ends a lease, or was there for longer than any wait, is reachable: do not wait as for a silent shard.
-        if (isinstance(error, JOIN_AGAIN) and self._had_lease) or now - self._began > LONGEST_S:
+        # A shard that ends a lease is reachable: join again without the waits for a silent one.
+        if (isinstance(error, JOIN_AGAIN) and self._had_lease) or now - self._began > STEADY_S:
             self._attempt, self._silent_s = 0, 0.0
         is_news = self._attempt == 0 or self._silent_s >= SAY_EVERY_S
         if is_news:

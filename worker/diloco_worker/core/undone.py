@@ -17,9 +17,12 @@ Nothing waits for a device: the shares are read once they are on the CPU, a step
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,6 +43,14 @@ COPIES = "if the optimizer steps on a copy of the weights (float32 masters, Look
 CLAMPS = "if the loop clamps or projects the parameters: join(after_version=f)"
 
 
+class Watched(NamedTuple):
+    fragment_id: int
+    taken_back: Tensor
+    """See `taken_back`."""
+    are_there: Callable[[], bool]
+    """Whether the numbers have come to the CPU."""
+
+
 class Laid:
     """Watches whether versions stay in the parameters of one model. Owned by the training thread."""
 
@@ -50,8 +61,9 @@ class Laid:
         self._row: tuple[Tensor, int, int] | None = None  # a tensor, and the bounds of the elements
         self._seen: list[Tensor] = []
         """The elements before the version that is watched, with it, and after each inner step; empty: none is."""
-        self._coming: list[tuple[Tensor, Callable[[], bool]]] = []  # shares that steps took back; whether they are here
+        self._coming: list[Watched] = []
         self._in_a_row = 0
+        self._of_fragment: Counter[int] = Counter()  # the same, of one fragment: a loop may copy only some
         self.undone = 0
         """Versions that inner steps have undone; 0 until `IN_A_ROW` were in succession."""
 
@@ -81,12 +93,21 @@ class Laid:
             self._look()
             if len(self._seen) == STEPS + 2:
                 self._end()
-        while self._coming and self._coming[0][1]():
-            taken_back, _ = self._coming.pop(0)
-            self._in_a_row = self._in_a_row + 1 if is_undone(*taken_back.tolist()) else 0
-            if self._in_a_row >= IN_A_ROW:
-                self.undone = max(self.undone + 1, self._in_a_row)
+        while self._coming and self._coming[0].are_there():
+            self._count(self._coming.pop(0))
         return before < IN_A_ROW <= self.undone
+
+    def _count(self, watched: Watched) -> None:
+        shares, lengths = watched.taken_back.tolist()
+        if math.isnan(shares[0]):  # the version changed none of the elements, as where a word is not used
+            return
+        gone = is_undone(shares, lengths)
+        self._in_a_row = self._in_a_row + 1 if gone else 0
+        of_fragment = self._of_fragment[watched.fragment_id] = gone and self._of_fragment[watched.fragment_id] + 1
+        if max(self._in_a_row, of_fragment) == IN_A_ROW > self.undone:
+            self.undone = IN_A_ROW
+        elif gone and self.undone:
+            self.undone += 1
 
     def _look(self) -> None:
         if self._row is not None:
@@ -94,9 +115,11 @@ class Laid:
 
     def _end(self) -> None:
         """End the watch, and send what its steps took back to the CPU."""
-        seen, self._seen, self._fragment_id = self._seen, [], -1
+        seen, self._seen = self._seen, []
         if len(seen) - 2 > STEPS // 4:  # too few tell nothing
-            self._coming.append(device.on_its_way(taken_back(torch.stack(seen).float())))
+            told = device.on_its_way(taken_back(torch.stack(seen).float()))
+            self._coming.append(Watched(self._fragment_id, *told))
+        self._fragment_id = -1
 
     def _row_of(self, fragment: Fragment) -> tuple[Tensor, int, int] | None:
         """A parameter to which a loop gives new storage meanwhile is no longer watched."""
@@ -115,5 +138,4 @@ def taken_back(seen: Tensor) -> Tensor:
 
 
 def is_undone(shares: Sequence[float], lengths: Sequence[float]) -> bool:
-    """False for a version that changed none of the elements, whose shares are NaN."""
     return max(shares) >= max(SHARE, STANDS_OUT * median(lengths))

@@ -28,8 +28,9 @@ from diloco_worker.shell.optimizers import LOOK_AT_STEP, Compared
 STEP_TIME_ALPHA = 0.1
 """Weight of the newest inner step in the moving average of step times."""
 APPLY_S = 0.003
-"""`step` spends this many seconds on versions that have arrived. It applies at least one. The rest wait for the next
-step."""
+"""`step` spends this many seconds, or `APPLY_SHARE` of a step if that is longer, on versions that have arrived. It
+applies at least one. The rest wait for the next step."""
+APPLY_SHARE = 0.005
 
 
 class Background(Protocol):
@@ -80,7 +81,7 @@ class Crossing:
         self._boundary.stepped(amount)
         self._warn_of_no_tokens(self._telemetry.log)
         self._compared.stepped(self._telemetry.log)
-        acts = self._cross(APPLY_S)
+        acts = self._cross(max(APPLY_S, APPLY_SHARE * self.step_time_s))
         progress = Progress(
             self._core.inner_step, self._core.tokens, self._loss.value, self.step_time_s, counts_samples=counts_samples,
             inner=self._compared.inner,

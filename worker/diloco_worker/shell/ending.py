@@ -232,6 +232,7 @@ class Ending:
             return bool(self._finished)
         if self._has_left is not None:
             return self._has_left
+        self._loop.check_end()
         if self._notice is not None:
             self._notice.heed()
         before = self._boundary.figures().tokens_unmerged
