@@ -41,8 +41,7 @@ Extension = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:\w+$")]
 Plugin = Annotated[str, Field(pattern=r"^plugin:\w+$")]
 
 
-FIRST_EVERY = 12
-EVERY_LEAST, EVERY_MOST = FIRST_EVERY // 2, 500
+FIRST_EVERY, EVERY_LEAST, EVERY_MOST = 12, 6, 500
 """H with which "auto" begins, and its bounds: the range in which quality was measured, and more."""
 OVERLAP_STEPS = 2
 """tau: a round should be over within this many inner steps."""

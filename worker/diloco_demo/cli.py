@@ -48,6 +48,7 @@ def work(
     *,
     shards: Annotated[str | None, setting("worker.shards", "HOST:PORT,...", "addresses of all shards")] = None,
     learner_id: Annotated[str | None, setting("worker.learner_id", "ID", "unique in the run")] = None,
+    site: Annotated[str | None, setting("run.site", "NAME", "its site, for mirrors")] = None,
     http: Annotated[str | None, setting("worker.http", "HOST:PORT", "address of metrics and status")] = None,
     data: Annotated[str | None, setting("data.source", "SOURCE", '"stdlib", a file or a folder')] = None,
     tls: Annotated[str | None, setting("security.tls", "FOLDER", "its certificate, by `diloco certs issue`")] = None,
@@ -65,8 +66,8 @@ def work(
 ) -> None:
     """Run one worker with the built-in training, evaluate the global model, or print the digest of the model."""
     flags = {
-        "worker.shards": shards, "worker.learner_id": learner_id, "worker.http": http, "data.source": data,
-        "security.tls": tls, "worker.track": track,
+        "worker.shards": shards, "worker.learner_id": learner_id, "run.site": site, "worker.http": http,
+        "data.source": data, "security.tls": tls, "worker.track": track,
     }  # fmt: skip
     settings = settings_from(options, flags)
     if command == "digest":

@@ -47,7 +47,7 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
         """`save_to`: folder for the global model; None: `global` in the Trainer's `output_dir`. `options`: options of
         `join` for one process (run, learner_id, tls, token, ...). Raises ConfigError and WrongCall."""
         check_callback(
-            shards, options,
+            shards, options, join,
             "the Trainer has summed the tokens of all ranks already, and `step` would sum them again, and all ranks "
             "would write the same files. Give each device a Trainer of its own (CUDA_VISIBLE_DEVICES), each a learner",
         )  # fmt: skip

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from diloco_common.codec import memory, native
-from diloco_common.errors import CannotConnect, ConfigError, UnsupportedModel
+from diloco_common.errors import CannotConnect, ConfigError, UnsupportedModel, WrongCall
 from diloco_common.observe import logs
 from diloco_common.observe.history import HistoryFile
 from diloco_common.observe.http import HttpServer
@@ -153,6 +153,8 @@ def join(
     check_seconds("wait_s", wait_s)
     check_word("frozen", frozen, ("same", "any"))
     check_word("residuals", residuals, ("device", "host"))
+    if after_version is not None and not callable(after_version):
+        raise WrongCall("after_version= takes a function without arguments, such as lambda: clamp(model)")
     who = _who(shards, run, learner_id, tls, token, state, site)
     module = as_module(model)
     check_ranks(module, island)
@@ -311,7 +313,7 @@ def _listen(log: Literal["stderr"] | None) -> None:
 
 def _telemetry(caller: Caller, name: str, world: World, shows: Shows, credentials: Credentials) -> LearnerTelemetry:
     recorded = None
-    if shows.history is not None:
+    if shows.history:
         with _written(f"history={str(shows.history)!r}: {{}}; give a folder that can be written"):
             recorded = HistoryFile(Path(shows.history), name)
     telemetry = LearnerTelemetry(caller, world.clock, WorkerMetrics(), Log(name), recorded)

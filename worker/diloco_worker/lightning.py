@@ -82,7 +82,7 @@ class DilocoCallback(Callback):  # type: ignore[misc]
         Raises ConfigError and WrongCall.
         """
         own = "give each device a Trainer of its own (devices=1), each a learner"
-        check_callback(shards, options, own)
+        check_callback(shards, options, join, own)
         check_word("rate", rate, SHAPES)
         self.learner: Learner | None = None
         self._shards, self._options = shards, options

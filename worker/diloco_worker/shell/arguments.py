@@ -6,15 +6,16 @@ certificates, names of parameters), and those that Python refuses by itself, are
 
 from __future__ import annotations
 
+import inspect
 import operator
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from numbers import Real
 from typing import NamedTuple
 
 from torch import Tensor
 
-from diloco_common.errors import ConfigError, WrongCall, shown
+from diloco_common.errors import ConfigError, WrongCall, did_you_mean, shown
 from diloco_common.trust.credentials import addresses_of
 from diloco_common.wire.bounds import TOKENS_MAX
 from diloco_worker.shell.process import say_in_one_line
@@ -41,9 +42,13 @@ def check_word(argument: str, word: object, known: Collection[str | None]) -> No
         raise WrongCall(f"{argument}= is {shown(word)}: it takes {choices}")
 
 
-def check_callback(shards: str, options: Mapping[str, object], instead: str) -> None:
+def check_callback(shards: str, options: Mapping[str, object], join: Callable[..., object], instead: str) -> None:
     """Check the arguments of a callback that calls `join` later, when the Trainer has loaded everything. `instead`: why
-    it takes no island, and what to do. Raises ConfigError."""
+    it takes no island, and what to do. Raises ConfigError and WrongCall."""
+    known = inspect.signature(join).parameters.keys() - {"shards", "model", "state"}  # which it gives itself
+    if unknown := sorted(options.keys() - known):
+        hint = did_you_mean(unknown[0], known)
+        raise WrongCall(f"DilocoCallback({unknown[0]}=...): it takes options of join, and none of this name{hint}")
     if options.get("log", "stderr") is not None:
         say_in_one_line()  # as `join` does
     if options.get("island") is not None:

@@ -17,7 +17,6 @@ from diloco_common.ports import World
 from diloco_common.wire.manifest import cut
 from diloco_common.wire.messages import Pulse
 from diloco_worker.core.agreement import Shards
-from diloco_worker.core.connection import GONE_S
 from diloco_worker.core.council_log import Turn
 from diloco_worker.core.events import (
     Act,
@@ -39,7 +38,7 @@ from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.replica import Replica
 from diloco_worker.shell.council import Council
 
-SEED_HOLD_S = GONE_S
+SEED_HOLD_S = 10.0
 """Seconds for which a learner without a fragment lets others seed it, if a run is under way: they may have trained it.
 
 A resumed learner also waits in a new run, so that the model is all a new learner's, not a mixture. If nobody seeds the

@@ -33,7 +33,7 @@ class Training:
         )
         self._sync_seconds = declare.counter(
             "diloco_worker_sync_seconds_total",
-            "CPU time of synchronization. Only the phase apply runs in the training thread.",
+            "CPU time of synchronization. The phases snapshot and apply run in the training thread.",
             "phase",
         )
         for phase in get_args(SyncPhase):
