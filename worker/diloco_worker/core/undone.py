@@ -103,7 +103,8 @@ class Laid:
             return
         gone = is_undone(shares, lengths)
         self._in_a_row = self._in_a_row + 1 if gone else 0
-        of_fragment = self._of_fragment[watched.fragment_id] = gone and self._of_fragment[watched.fragment_id] + 1
+        of_fragment = self._of_fragment[watched.fragment_id] + 1 if gone else 0
+        self._of_fragment[watched.fragment_id] = of_fragment
         if max(self._in_a_row, of_fragment) == IN_A_ROW > self.undone:
             self.undone = IN_A_ROW
         elif gone and self.undone:
