@@ -85,15 +85,15 @@ INSIDE = ("optimizer", "_optimizer", "optim", "base_optimizer")
 """Attributes in which wrappers (accelerate, Lightning and others) keep the optimizer."""
 
 
-class Difference(NamedTuple):
-    """Between a model and its optimizers."""
+class Mismatch(NamedTuple):
+    """Tensors that only the model or only its optimizers have, and what to do about it."""
 
     words: str
     tensors: str
     do: str
 
 
-def differences(chosen: SharedSet, optimizers: Iterable[Any], others: Collection[str] = ()) -> Iterator[Difference]:
+def differences(chosen: SharedSet, optimizers: Iterable[Any], others: Collection[str] = ()) -> Iterator[Mismatch]:
     """`optimizers`: all of this model. Parameters that are frozen now, or named in `others`, need not be in one."""
     known = {id(one): name for name, objects in chosen.objects.items() for one in objects}
     held: dict[int, Tensor] = {}
@@ -104,11 +104,11 @@ def differences(chosen: SharedSet, optimizers: Iterable[Any], others: Collection
     if untrained:
         patterns = [*_patterns(untrained, chosen.all.keys() - {*untrained})]
         do = f"join(private={patterns}) keeps it local, or freeze it before join, if it never changes"
-        yield Difference("shared, but in no optimizer: a target network, a teacher?", some(untrained), do)
+        yield Mismatch("shared, but in no optimizer: a target network, a teacher?", some(untrained), do)
     if unshared := [str(tuple(one.shape)) for i, one in held.items() if i not in known]:
         do = "join([model, loss]) shares what is in both; else every learner keeps its own"
         words = "in the optimizer, but not in the model: a head in the loss?"
-        yield Difference(words, f"tensors of shape {some(unshared)}", do)
+        yield Mismatch(words, f"tensors of shape {some(unshared)}", do)
 
 
 def _patterns(names: Collection[str], others: Collection[str]) -> Iterator[str]:
