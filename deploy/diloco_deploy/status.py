@@ -107,6 +107,15 @@ class Where:
         return None if self.http else read_record(self.folder)
 
 
+Folder = Annotated[str | None, setting("cluster.folder", "PATH", "folder of the cluster that `diloco up` runs")]
+Tls = Annotated[
+    Path | None, Parameter(metavar="FOLDER", help="they serve over TLS: folder of an observer's or admin's certificate")
+]
+TokenFile = Annotated[
+    str | None, Parameter(metavar="FILE", help="with --http: send this token, so that other machines show all")
+]
+
+
 def whom_to_ask(
     folder: str | None, config: Config, http: str | None, tls: Path | None, token_file: str | None
 ) -> tuple[Where, Asker]:
@@ -212,18 +221,11 @@ def page(roll: Roll, width: int) -> RenderableType:
 
 def status(
     *,
-    folder: Annotated[
-        str | None, setting("cluster.folder", "PATH", "folder of the cluster that `diloco up` runs")
-    ] = None,
+    folder: Folder = None,
     config: Config = None,
     http: Annotated[str | None, Parameter(metavar="HOST:PORT,...", help="ask these processes instead")] = None,
-    tls: Annotated[
-        Path | None,
-        Parameter(metavar="FOLDER", help="they serve over TLS: folder of an observer's or admin's certificate"),
-    ] = None,
-    token_file: Annotated[
-        str | None, Parameter(metavar="FILE", help="with --http: send this token, so that other machines show all")
-    ] = None,
+    tls: Tls = None,
+    token_file: TokenFile = None,
     strict: Annotated[Flag, Parameter(help="exit code 7 if anything is wrong")] = False,
     watch: Annotated[Flag, Parameter(help="repeat every second, until Ctrl-C")] = False,
     json: Json = False,
@@ -288,18 +290,11 @@ class AskedShards(NamedTuple):
 
 def record(
     *,
-    folder: Annotated[
-        str | None, setting("cluster.folder", "PATH", "folder of the cluster that `diloco up` runs")
-    ] = None,
+    folder: Folder = None,
     config: Config = None,
     http: Annotated[str | None, Parameter(metavar="HOST:PORT,...", help="ask these shards instead")] = None,
-    tls: Annotated[
-        Path | None,
-        Parameter(metavar="FOLDER", help="they serve over TLS: folder of an observer's or admin's certificate"),
-    ] = None,
-    token_file: Annotated[
-        str | None, Parameter(metavar="FILE", help="with --http: send this token, so that other machines show all")
-    ] = None,
+    tls: Tls = None,
+    token_file: TokenFile = None,
     follow: Annotated[Flag, Parameter(name=("--follow", "-f"), help="follow new contributions until Ctrl-C")] = False,
     json: Json = False,
 ) -> int:
