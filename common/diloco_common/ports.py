@@ -133,5 +133,5 @@ class ShardService(Protocol):
         `ends_in_s`: time after which the transport ends the call of a caller that does not read; infinity: never.
         """
 
-    async def leave(self, caller: Identity) -> bool:
-        """End the lease. Returns whether there was one. May be repeated."""
+    async def leave(self, caller: Identity) -> None:
+        """End the lease, if there is one. May be repeated."""

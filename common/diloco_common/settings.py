@@ -258,8 +258,6 @@ class SecuritySettings(Section):
     folder `tls`, if there is one."""
     token_file: Path | None = None
     """File with the bearer token that all share: workers send it, and a shard with this setting requires it."""
-    audit: Path | None = None
-    """Folder for the audit log of each shard: who joined, left, was refused or revoked. None: no log."""
     insecure: bool = False
     """Allow a shard to serve in plaintext on a non-loopback address, and HTTP there without any protection."""
 

@@ -137,7 +137,8 @@ def test_a_push_is_refused_by_its_header_alone(opened, written, changes, payload
     taken = opened.shard.metric("received_bytes_total") - received
     assert taken == sum(map(len, payload.chunks)), "those of the right one, which came after it"
     assert opened.shard.ledger.tokens_refused[code] == header.tokens
-    assert f"contribution refused fragment={header.fragment_id} round={header.round} code={code}" in written.getvalue()
+    line = f"contribution refused learner=a fragment={header.fragment_id} round={header.round} code={code}"
+    assert line in written.getvalue()
     assert "\x1b" not in written.getvalue()
 
 

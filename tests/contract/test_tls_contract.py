@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import io
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -35,8 +34,8 @@ OUT_S = 1.0
 def serving(serve: Callable[..., InProcessShard], run: Certificates) -> Callable[..., InProcessShard]:
     """Starts a shard that asks for certificates, and watches the master copy of the deny-list."""
 
-    def start(*, audit: Path | None = None, **sections: Any) -> InProcessShard:
-        security = {"tls": run.issue("shard/0"), "revoked": run.deny_list, "audit": audit}
+    def start(**sections: Any) -> InProcessShard:
+        security = {"tls": run.issue("shard/0"), "revoked": run.deny_list}
         return serve(settings_with(security=security, **sections))
 
     return start
@@ -305,44 +304,41 @@ def test_names_are_proven_through_a_proxy_that_passes_tls_on(shard, run, train, 
         loop.run(proxy.stop())
 
 
-def test_the_audit_log_tells_who_came_went_and_was_refused(serving, run, tmp_path):
-    shard = serving(audit=tmp_path / "audit")
+def test_the_log_tells_who_came_went_was_refused_and_revoked(shard, run, written):
     learner = seeded(shard, run, "a")
-    thief = shard.caller("a", tls=run.issue("learner/b"))
-    refusal(thief.join)
+    refusal(shard.caller("a", tls=run.issue("learner/b")).join)
     learner.leave()
-    run.revoke(run.serials["learner/b"])
-    lines = until(lambda: _audited(tmp_path, "Revoke"), "the revocation is noted")
+    joined(shard, run, "c")
+    run.revoke(run.serials["learner/c"])
+    said = until(lambda: _lines(written, "revoked"), "the revocation is said")
 
-    found = [(line["what"], line["outcome"], line.get("who")) for line in lines]
-
-    assert found == [
-        ("Join", "OK", "diloco://local/learner/a"),
-        ("Seed", "OK", "diloco://local/learner/a"),
-        ("Join", "WRONG_IDENTITY", "diloco://local/learner/b"),
-        ("Leave", "OK", "diloco://local/learner/a"),
-        ("Revoke", "OK", None),
-    ]
-    assert lines[2]["serial"] == run.serials["learner/b"], "the culprit's, not the victim's"
-    assert lines[2]["why"].startswith("learner/b calls as learner a")
-    assert lines[0]["serial"] == run.serials["learner/a"]
-    assert lines[0]["peer"] == "ipv4:127.0.0.1"
+    a, b, c = (
+        f"peer=ipv4:127.0.0.1 certificate=learner/{name} serial={run.serials[f'learner/{name}']}" for name in "abc"
+    )
+    assert _lines(written, "joined") == [f"learner=a generation=1 {a}", f"learner=c generation=2 {c}"]
+    assert _lines(written, "left") == [f"learner=a generation=1 {a}"]
+    assert said == [f"serials={run.serials['learner/c']} leases=c"]
+    assert _lines(written, "evicted") == ["learner=c generation=2 code=REVOKED"]
+    (refused,) = _lines(written, "WARNING call refused")
+    assert refused.startswith('learner=a code=WRONG_IDENTITY why="learner/b calls as learner a')
+    assert refused.endswith(b), "the culprit's, not the victim's"
 
 
-def test_the_audit_log_names_whoever_was_revoked_under_any_name(serving, run, tmp_path):
+def test_the_log_names_whoever_was_revoked_under_any_name(serving, run, written):
     thief_files = run.issue("learner/b")
     run.revoke(run.serials["learner/b"])
-    shard = serving(audit=tmp_path / "audit")
-    refusal(shard.caller("a", tls=thief_files).join)
+    refusal(serving().caller("a", tls=thief_files).join)
 
-    (line,) = [line for line in _audited(tmp_path, "Join") if line["outcome"] == "REVOKED"]
+    (line,) = _lines(written, "WARNING call refused")
 
-    assert (line["who"], line["serial"]) == ("diloco://local/learner/b", run.serials["learner/b"])
+    assert "code=REVOKED" in line
+    assert line.endswith(f"certificate=learner/b serial={run.serials['learner/b']}")
 
 
-def _audited(folder: Path, last: str) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (folder / "audit/shard-0.jsonl").read_text().splitlines()]
-    return lines if lines and lines[-1]["what"] == last else []
+def _lines(written: io.StringIO, event: str) -> list[str]:
+    """The fields of all lines of an event."""
+    lines = (line.partition(f"shard-0 {event} ")[2] for line in written.getvalue().splitlines())
+    return [line for line in lines if line]
 
 
 def test_a_pull_that_nobody_reads_ends_when_its_learner_is_revoked(shard, run, written):

@@ -99,10 +99,9 @@ RULES = {
     "diloco_server.shell.servicer": allow(
         "diloco_common",
         "diloco_protos",
-        *(f"diloco_server.shell.{name}" for name in ("access", "audit", "quotas")),
+        *(f"diloco_server.shell.{name}" for name in ("access", "quotas")),
         never=CLOCKS_AND_CHANCE,
     ),
-    "diloco_server.shell.audit": allow("diloco_server", "diloco_common", never=NETWORK),
     "diloco_server.shell.probes": allow("diloco_server", "diloco_common", "diloco_protos", never=CLOCKS_AND_CHANCE),
     "diloco_server.shell.server": allow("diloco_server", "diloco_common", "diloco_protos"),
     "diloco_server.storage": allow(

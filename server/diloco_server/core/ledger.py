@@ -247,7 +247,10 @@ def told_of(fact: Fact) -> FactWords | None:
     """The log line for a fact; None: it has none."""
     match fact:
         case ContributionAnswered(header=header, answer=answer) if answer.outcome is Outcome.REJECTED:
-            facts = {"fragment": header.fragment_id, "round": header.round, "code": answer.code, "why": answer.message}
+            facts = {
+                "learner": fact.learner_id, "fragment": header.fragment_id, "round": header.round, "code": answer.code,
+                "why": answer.message,
+            }  # fmt: skip
             return FactWords("contribution refused", facts, "warning")
         case RoundOpened():
             return FactWords("round opened", _shown(fact), "debug")

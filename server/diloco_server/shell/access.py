@@ -19,7 +19,6 @@ from diloco_common.settings import SecuritySettings, Settings
 from diloco_common.trust.files import REVOKED, DenyList, TlsFiles, TlsFolder, proof_of, read_bearer_token, shown
 from diloco_common.trust.identity import Identity, Proof, Scope, Subject
 from diloco_common.wire.addresses import is_loopback, parse_address
-from diloco_server.shell.audit import Audit
 
 LOOK_S = 0.25
 """How often to check files for changes: a revoked caller is cut off within a second."""
@@ -127,14 +126,11 @@ class Callers:
 class AccessFiles:
     """The access rules of one shard. Owned by its event loop."""
 
-    def __init__(
-        self, settings: Settings, wall_clock: Callable[[], float], log: Log, audit: Audit | None = None
-    ) -> None:
+    def __init__(self, settings: Settings, wall_clock: Callable[[], float], log: Log) -> None:
         """Raises ConfigError, SecretExposed."""
         security = settings.security
         check_consent(settings)
         self._log = log
-        self._audit = audit or Audit()
         self._tls = TlsFolder(security.tls, needs_pair=True) if security.tls else None
         self._itself, role = Subject(settings.run.id, Scope.SHARD, str(settings.shard.index)), settings.shard.role
         shown = None if self._tls is None else self._tls.files.subject
@@ -189,9 +185,7 @@ class AccessFiles:
     ) -> None:  # fmt: skip
         if serials := self._deny_list.refresh():
             self.callers.revoke(serials)
-            leases = revoked(serials)
-            self._log.event("revoked", serials=sorted(serials), leases=leases)
-            self._audit.note("Revoke", "OK", serials=sorted(serials), leases=leases)
+            self._log.event("revoked", serials=sorted(serials), leases=revoked(serials))
         if (files := self._new_files()) is not None:
             renewed(files)
         why_not = (self._tls.why_not if self._tls is not None else "") or self._deny_list.why_not

@@ -197,11 +197,14 @@ class ShardHost:
         assert self.shard.manifest is not None
         return self.shard.join_answer(tensors=self.shard.manifest.tensors)
 
-    def join(self, learner_id: str, request: JoinRequest) -> JoinAnswer:
+    def join(self, caller: Identity, request: JoinRequest) -> JoinAnswer:
         """Grant a lease. Raises Draining, ManifestMismatch, FrozenMismatch, Superseded or Busy."""
-        member = self.shard.join(learner_id, request, self.clock())
-        self.advance()
-        return self.shard.join_answer(learner_id, member.generation, index=member.index, rules=self.driver.rules.words)
+        member = self.shard.join(caller.learner_id, request, self.clock())
+        with self.telemetry.called_by(caller):
+            self.advance()
+        return self.shard.join_answer(
+            member.learner_id, member.generation, index=member.index, rules=self.driver.rules.words
+        )
 
     def member(self, caller: Identity) -> Member:
         """The member that calls. Raises NotJoined, StaleGeneration, Superseded or LeaseExpired."""
@@ -263,15 +266,15 @@ class ShardHost:
         self.work.end(why)
         return self.replaced
 
-    def leave(self, caller: Identity) -> bool:
-        """End a learner's lease and its stream. Returns whether it held one; calls after the first do nothing."""
+    def leave(self, caller: Identity) -> None:
+        """End a learner's lease and its stream. Calls after the first do nothing."""
         current = self.shard.membership.get(caller.learner_id)
         if current is None or not current.live or current.generation != caller.generation:
-            return False
+            return
         self.shard.leave(self.member(caller))
         self.streams.end(caller.learner_id)
-        self.advance()
-        return True
+        with self.telemetry.called_by(caller):
+            self.advance()
 
     def revoke(self, caller: Identity) -> None:
         """End a revoked learner's lease, and fence off its contributions to open rounds."""

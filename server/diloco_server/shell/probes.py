@@ -46,9 +46,9 @@ class Health:
     """Answers whether a shard serves. Owned by its event loop."""
 
     def __init__(
-        self, run_id: str, services: Iterable[str], callers: Callers, refused: Callable[[str, str, str], None]
+        self, run_id: str, services: Iterable[str], callers: Callers, refused: Callable[[Identity, Refusal], None]
     ) -> None:
-        """`services`: the known names. `refused`: called with a learner id (empty), code and words of each refusal."""
+        """`services`: the known names. `refused`: called with caller and cause of each refusal."""
         self._run_id, self._callers, self._refused = run_id, callers, refused
         self._status: int = Status.NOT_SERVING
         self._services = frozenset(services)
@@ -112,13 +112,13 @@ class Health:
     @asynccontextmanager
     async def _admitted(self, context: Context) -> AsyncIterator[Identity]:
         """The caller, while its connection's certificate is valid. A refusal ends the call."""
-        anybody = Identity(self._run_id, peer=rpc.host_of(context.peer()))
+        anybody, certificate = Identity(self._run_id, peer=rpc.host_of(context.peer())), rpc.certificate_of(context)
         try:
-            caller = self._callers.proven(anybody, rpc.certificate_of(context))
+            caller = self._callers.proven(anybody, certificate)
             async with self._callers.holding(caller):
                 yield caller
         except Refusal as refusal:
-            self._refused("", refusal.code, str(refusal))
+            self._refused(self._callers.named(anybody, certificate), refusal)
             await rpc.refuse(context, refusal)
 
 

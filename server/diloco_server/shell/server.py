@@ -37,7 +37,6 @@ from diloco_common.wire.follower import Follower
 from diloco_common.wire.grpc_transport import GrpcTransport
 from diloco_common.wire.messages import FollowRequest
 from diloco_server.shell.access import AccessFiles
-from diloco_server.shell.audit import AuditLog
 from diloco_server.shell.host import ShardHost
 from diloco_server.shell.mirror import Mirror
 from diloco_server.shell.probes import Health, Probe
@@ -84,9 +83,7 @@ class ShardServer:
         shard, is_mirror = settings.shard, settings.shard.role == "mirror"
         world, metrics = real_world(), ShardMetrics()
         name = f"mirror-{settings.run.site or shard.index}" if is_mirror else f"shard-{shard.index}"
-        audit = settings.security.audit
-        self._audit = None if audit is None else AuditLog(audit, name, time.time)
-        self._access = AccessFiles(settings, time.time, Log(name), self._audit)
+        self._access = AccessFiles(settings, time.time, Log(name))
         self._credentials = rpc.ServerCredentials(self._access.tls) if self._access.tls is not None else None
         store, self._lock = open_store(
             settings, epoch_in_memory=1 + world.random.randrange(2**31), first_epoch=int(time.time())
@@ -129,7 +126,7 @@ class ShardServer:
         check_http_is_meant("shard.http", self.settings.shard.http, self.settings.security)
         servicer = ParameterServer(
             self.service, self.settings.run.id, self._access.callers, self.host.telemetry.call_refused,
-            self._access.bearer_token, self._audit,
+            self._access.bearer_token,
         )  # fmt: skip
         probe = Probe(servicer.admitted, time.time, installed())
         self._server.add_generic_rpc_handlers((servicer.handler(), probe.handler(), self._health.handler()))
@@ -235,8 +232,6 @@ class ShardServer:
         await self._server.stop(grace=1.0)
         await self._http.stop()
         await self._release()
-        if self._audit is not None:
-            self._audit.close()
         self.host.log.event("ended", tokens_merged=self.host.shard.tokens_merged)
 
     async def _release(self) -> None:

@@ -111,7 +111,7 @@ class Service:
             raise BadRequest("metadata diloco-learner is missing")
         check_codecs(self._host.settings.sync, self._host.driver.rules.sources, request.decodes)
         self._check_home(caller)
-        answer = self._host.join(caller.learner_id, request)
+        answer = self._host.join(caller, request)
         self._homes[caller.learner_id] = caller.account
         self._hold(replace(caller, generation=answer.generation))
         return answer
@@ -158,8 +158,8 @@ class Service:
             reader.cancel()
             self._host.close_stream(stream)
 
-    async def leave(self, caller: Identity) -> bool:
-        return self._host.leave(caller)
+    async def leave(self, caller: Identity) -> None:
+        self._host.leave(caller)
 
     async def follow(self, caller: Identity, request: FollowRequest) -> AsyncGenerator[Directive, None]:
         if request.epoch:

@@ -10,7 +10,6 @@ import asyncio
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any, Self, TypeAlias
 
@@ -22,17 +21,15 @@ from diloco_common.ports import ShardService
 from diloco_common.trust.identity import Identity
 from diloco_common.wire import protobuf, rpc
 from diloco_common.wire.manifest import TensorSpec, check_kinds
-from diloco_common.wire.messages import JoinRequest, Outcome, Progress, PullHeader, PullRequest, PushAnswer, PushHeader
+from diloco_common.wire.messages import JoinRequest, Progress, PullHeader, PullRequest, PushHeader
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_server.shell.access import Callers
-from diloco_server.shell.audit import Audit
 from diloco_server.shell.quotas import Rate
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Messages: TypeAlias = AsyncIterator[bytes]
 Method: TypeAlias = Callable[[Identity, Messages, Context], Any]
 """Returns an awaitable answer or an asynchronous generator of answers."""
-OK = "OK"
 JOINS, JOINS_PER_S = 128, 8.0
 """Joins on one connection: at once, and per second in the long run. A learner that is refused asks about once per
 second; many share a connection only behind a proxy."""
@@ -44,21 +41,19 @@ class ParameterServer:
         service: ShardService,
         run_id: str,
         callers: Callers,
-        refused: Callable[[str, str, str], None],
+        refused: Callable[[Identity, Refusal], None],
         bearer_token: str | None = None,
-        audit: Audit | None = None,
     ) -> None:
         """Callers must belong to this run, prove what `callers` requires, and send this bearer token if there is one.
 
-        `refused`: called with learner id, code and words of every call that ends with an error status. `audit`: the
-        audit log, if there is one.
+        `refused`: called with caller and cause of every call that ends with an error status. What proves nothing may
+        have any learner id.
         """
         self._service = service
         self._run_id = run_id
         self._callers = callers
         self._refused = refused
         self._bearer_token = bearer_token
-        self._audit = audit or Audit()
         self._joins = Rate("joins on this connection", JOINS, JOINS_PER_S)
 
     def handler(self) -> grpc.GenericRpcHandler:
@@ -75,11 +70,8 @@ class ParameterServer:
     async def Join(self, caller: Identity, requests: Messages, context: Context) -> pb.JoinResponse:
         self._joins.take(context.peer(), asyncio.get_running_loop().time())
         request = await self._service.read(caller, partial(_join_request, requests))
-        call = "Observe" if request.observe else "Join"
-        caller.check_may(call)
-        answer = await self._service.join(caller, request)
-        self._audit.note(call, OK, replace(caller, generation=answer.generation))
-        return protobuf.join_answer_to_pb(answer)
+        caller.check_may("Observe" if request.observe else "Join")
+        return protobuf.join_answer_to_pb(await self._service.join(caller, request))
 
     async def Attend(self, caller: Identity, requests: Messages, _: Context) -> AsyncGenerator[pb.Directive, None]:
         async with aclosing(self._service.attend(caller, _reports(requests))) as directives:
@@ -87,11 +79,7 @@ class ParameterServer:
                 yield protobuf.directive_to_pb(directive)
 
     async def Push(self, caller: Identity, requests: Messages, _: Context) -> pb.PushResponse:
-        parts = _PushParts(requests)
-        answer = await self._service.push(caller, parts)
-        if parts.header is not None:
-            self._note_push(caller, parts.header, answer)
-        return protobuf.answer_to_pb(answer)
+        return protobuf.answer_to_pb(await self._service.push(caller, _PushParts(requests)))
 
     async def Pull(
         self, caller: Identity, requests: Messages, context: Context
@@ -111,16 +99,8 @@ class ParameterServer:
 
     async def Leave(self, caller: Identity, requests: Messages, _: Context) -> pb.LeaveResponse:
         protobuf.parse(pb.LeaveRequest, await self._service.read(caller, partial(only, requests)))
-        if await self._service.leave(caller):
-            self._audit.note("Leave", OK, caller)
+        await self._service.leave(caller)
         return pb.LeaveResponse()
-
-    def _note_push(self, caller: Identity, header: PushHeader, answer: PushAnswer) -> None:
-        what = "Seed" if header.is_seed else "Push"
-        if answer.outcome is Outcome.REJECTED:
-            self._audit.note(what, answer.code, caller, fragment=header.fragment_id)
-        elif header.is_seed:
-            self._audit.note(what, OK, caller, fragment=header.fragment_id)
 
     # ------------------------------------------------------------ around every call
 
@@ -139,10 +119,9 @@ class ParameterServer:
             async with self._callers.holding(caller):
                 yield caller
         except Refusal as refusal:
-            self._refused(learner_id, refusal.code, str(refusal))
             if caller.proof is None:
                 caller = self._callers.named(caller, rpc.certificate_of(context))
-            self._audit.note(calls[0], refusal.code, caller, why=str(refusal))
+            self._refused(caller, refusal)
             await rpc.refuse(context, refusal)
 
     def _caller(self, context: Context) -> Identity:
@@ -210,14 +189,10 @@ class _PushParts:
 
     def __init__(self, requests: Messages) -> None:
         self._requests = requests
-        self.header: PushHeader | None = None
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> PushHeader | Chunk:
         """Raises BadRequest."""
-        part = protobuf.push_part(await anext(self._requests))
-        if isinstance(part, PushHeader):
-            self.header = part
-        return part
+        return protobuf.push_part(await anext(self._requests))

@@ -6,15 +6,19 @@ on a log or metric: in another world they may be silent.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from diloco_common import ports
 from diloco_common.codec import decode_payload
+from diloco_common.errors import Refusal
 from diloco_common.observe.history import fingerprint
 from diloco_common.observe.logs import Log
 from diloco_common.observe.metrics.shard import ShardMetrics
+from diloco_common.trust.identity import Identity
 from diloco_common.wire.messages import Outcome, PushAnswer, PushHeader
 from diloco_server.core.effects import MergeRound
 from diloco_server.core.fragment import FragmentState
@@ -42,6 +46,7 @@ class ShardTelemetry:
         self._log = log
         self.bytes_pushed = 0
         self.bytes_pulled = 0
+        self._caller: Identity | None = None
         self._history = ShardHistory(history, shard.epoch)
         metrics.itself.epoch.set(shard.epoch)
         settings = shard.settings
@@ -56,7 +61,22 @@ class ShardTelemetry:
         self._history.note(fact)
         self._observe(fact)
         if (told := told_of(fact)) is not None:
-            getattr(self._log, told.level)(told.words, **told.facts)
+            getattr(self._log, told.level)(told.words, **told.facts, **self._by(fact))
+
+    @contextmanager
+    def called_by(self, caller: Identity) -> Iterator[None]:
+        """Hold this while a learner joins or leaves: the line says who it is."""
+        self._caller = caller
+        try:
+            yield
+        finally:
+            self._caller = None
+
+    def _by(self, fact: Fact) -> dict[str, str]:
+        caller = self._caller
+        if caller is None or not isinstance(fact, LearnerJoined | LearnerGone) or fact.learner_id != caller.learner_id:
+            return {}
+        return _shown(caller)
 
     def _observe(self, fact: Fact) -> None:
         rounds = self._metrics.rounds
@@ -107,9 +127,10 @@ class ShardTelemetry:
             tokens_merged=shard.tokens_merged, epoch=shard.epoch, took_s=round(took_s, 2),
         )  # fmt: skip
 
-    def call_refused(self, learner_id: str, code: str, words: str) -> None:
-        self._metrics.itself.call_refused(code)
-        self._log.warning("call refused", learner=learner_id, code=code, why=words)
+    def call_refused(self, caller: Identity, refusal: Refusal) -> None:
+        self._metrics.itself.call_refused(refusal.code)
+        facts = {"learner": caller.learner_id, "code": refusal.code, "why": str(refusal)}
+        self._log.warning("call refused", **facts, **_shown(caller))
 
     # ------------------------------------------------------------ sampled values
 
@@ -232,6 +253,14 @@ class ShardHistory:
             tokens_merged=state.tokens_merged,
             **({} if state.fragment.traits.is_of_model else {"companion": True}), **facts,
         )  # fmt: skip
+
+
+def _shown(caller: Identity) -> dict[str, str]:
+    """Where a call came from, and the certificate that proved its identity, if one did."""
+    facts = {"peer": caller.peer} if caller.peer else {}
+    if (proof := caller.proof) is not None:
+        facts |= {"certificate": str(proof.subject), "serial": proof.serial}
+    return facts
 
 
 def _row(c: Contribution) -> dict[str, Any]:

@@ -229,9 +229,9 @@ class WireDoor:
         read = protobuf.pull_request_from_pb(protobuf.to_pb(request))
         return self._service.pull(caller, read, ends_in_s)
 
-    async def leave(self, caller: Identity) -> bool:
+    async def leave(self, caller: Identity) -> None:
         self._identify(caller)
-        return await self._service.leave(caller)
+        await self._service.leave(caller)
 
     def _identify(self, caller: Identity) -> None:
         check_learner_id(caller.learner_id)
