@@ -464,7 +464,7 @@ class TornUpload(Refusal):
 
     status = "UNAVAILABLE"
     do = "Nothing: the caller retries. If this persists, the link is too thin."
-    look = "`diloco doctor` on the learner's machine"
+    look = "the learner's link, and what else uses it"
 
 
 class ContributionConflict(Refusal):

@@ -106,7 +106,7 @@ WORDS = (
         "PUSHES_FAIL", Kind.CONNECTING,
         "The shard answers small messages, but pushes fail, so the learner's work is not merged.",
         "Raise the proxy's limit (`client_max_body_size` of nginx), or lower the MTU.",
-        "the status in the message; `diloco doctor` on the learner's machine", is_logged=True,
+        "the status in the message; proxies between the learner and the shard", is_logged=True,
     ),
     Entry(
         "NOT_MERGED", Kind.COMMAND, "A learner has finished, and some of its work is in no version.",
@@ -184,15 +184,6 @@ LINK = (
         "LINK_FAR", "A round trip takes longer than half a second.",
         "Set `lease.lease_s` to at least ten round trips, and raise H.",
         "the route to the shards: a VPN, a satellite, a full line",
-    ),
-    _finding(
-        "LINK_THIN", "The link is too thin for the settings: the learner would always be late.",
-        "Follow the finding, or use a faster link.",
-        "[WAN](wan.md); `diloco plan`",
-    ),
-    _finding(
-        "LINK_UNMEASURED", "The bandwidth could not be measured.",
-        "Start one learner, and run the doctor again.",
     ),
 )  # fmt: skip
 
@@ -273,7 +264,7 @@ OUTCOMES = (
         "LATE",
         "The contribution came after its round. No work is lost: it is in the next one.",
         "Nothing if it is rare. Otherwise raise `sync.sync_every`, or use a smaller encoding.",
-        "`diloco doctor` on that learner's machine, [WAN](wan.md)",
+        "that learner's link, [WAN](wan.md)",
     ),
     _outcome(
         "REJECTED",

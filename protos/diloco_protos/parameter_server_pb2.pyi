@@ -419,21 +419,3 @@ class FollowRequest(_message.Message):
     epoch: int
     tokens_merged: int
     def __init__(self, role: _Optional[str] = ..., site: _Optional[str] = ..., address: _Optional[str] = ..., epoch: _Optional[int] = ..., tokens_merged: _Optional[int] = ...) -> None: ...
-
-class ProbeRequest(_message.Message):
-    __slots__ = ("zeros",)
-    ZEROS_FIELD_NUMBER: _ClassVar[int]
-    zeros: bytes
-    def __init__(self, zeros: _Optional[bytes] = ...) -> None: ...
-
-class ProbeResponse(_message.Message):
-    __slots__ = ("num_bytes", "seconds", "clock", "package")
-    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
-    SECONDS_FIELD_NUMBER: _ClassVar[int]
-    CLOCK_FIELD_NUMBER: _ClassVar[int]
-    PACKAGE_FIELD_NUMBER: _ClassVar[int]
-    num_bytes: int
-    seconds: float
-    clock: float
-    package: str
-    def __init__(self, num_bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., clock: _Optional[float] = ..., package: _Optional[str] = ...) -> None: ...

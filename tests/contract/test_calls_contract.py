@@ -17,7 +17,7 @@ from diloco_common.trust.identity import Identity
 from diloco_common.wire import protobuf, rpc
 from diloco_common.wire.manifest import TensorSpec
 from diloco_common.wire.messages import PROTOCOL, Drain, Evicted, JoinRequest, Pulse
-from diloco_server.shell import probes as health
+from diloco_server.shell import health
 from secret_files import secret_file
 from waiting import until
 

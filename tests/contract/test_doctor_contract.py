@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
-import grpc
 import pytest
-from in_process import InProcessShard, LoopThread, settings_with
+from in_process import InProcessShard, settings_with
 
 from certificates import Certificates
+from diloco_common.observe.metrics import installed
 from diloco_common.settings import Settings
-from diloco_common.wire import rpc
-from diloco_common.wire.messages import PROBE_BYTES_MAX, PROBE_MESSAGE_BYTES, PROBE_S, PROTOCOL
+from diloco_common.wire.messages import PROTOCOL
 from diloco_deploy.catalogue import CODES
 from diloco_deploy.doctor import shards
 from diloco_deploy.doctor.checks import Check, Door, Known, ReportLine, State, run_checks
 from diloco_deploy.doctor.command import Patient, look
-from diloco_protos import parameter_server_pb2 as pb
-from diloco_server.shell.probes import PROBES
 from secret_files import secret_file
 
 
@@ -64,6 +60,7 @@ def test_a_healthy_shard_fails_nothing(serve, train):
     assert "shard 0 of 1 of run local" in said
     assert "agree within a second" in said
     assert "a round trip takes" in said
+    assert f"runs {installed()}, as this machine does" in said
 
 
 class World:
@@ -143,72 +140,8 @@ def test_the_doctor_leaves_no_trace_in_the_run(serve, train):
     assert shard.loop.look(lambda: len(shard.server.service._pulls._of_learners)) == 0
 
 
-class Caller:
-    def __init__(self, loop: LoopThread, address: str, run_id: str = "local") -> None:
-        self._loop, self._address = loop, address
-        self._metadata = (("diloco-run", run_id),)
-
-    def measure(self, messages: Callable[[], AsyncIterator[pb.ProbeRequest]]) -> pb.ProbeResponse:
-        async def ask() -> pb.ProbeResponse:
-            async with grpc.aio.insecure_channel(self._address) as channel:
-                call = channel.stream_unary(
-                    f"/{rpc.PROBE}/Measure",
-                    request_serializer=pb.ProbeRequest.SerializeToString,
-                    response_deserializer=pb.ProbeResponse.FromString,
-                )
-                return await call(messages(), metadata=self._metadata, timeout=120)
-
-        return self._loop.run(ask())
-
-    def refused(self, messages: Callable[[], AsyncIterator[pb.ProbeRequest]]) -> str:
-        with pytest.raises(grpc.aio.AioRpcError) as ended:
-            self.measure(messages)
-        refusal = rpc.refusal_of(ended.value)
-        return "" if refusal is None else refusal.code
-
-
-async def few() -> AsyncIterator[pb.ProbeRequest]:
-    for _ in range(3):
-        yield pb.ProbeRequest(zeros=bytes(1000))
-
-
-async def endless() -> AsyncIterator[pb.ProbeRequest]:
-    while True:
-        yield pb.ProbeRequest(zeros=bytes(PROBE_MESSAGE_BYTES - 16))
-
-
-async def silent() -> AsyncIterator[pb.ProbeRequest]:
-    yield pb.ProbeRequest(zeros=bytes(1000))
-    await asyncio.Event().wait()
-
-
-def test_a_probe_without_end_is_ended(serve, loop, monkeypatch):
-    monkeypatch.setattr("diloco_server.shell.probes.PROBE_S", 60.0)  # by its bytes, and not by its time
-    answer = Caller(loop, serve().address).measure(endless)
-    assert PROBE_BYTES_MAX <= answer.num_bytes <= PROBE_BYTES_MAX + PROBE_MESSAGE_BYTES
-
-
-def test_a_probe_that_falls_silent_is_answered(serve, loop):
-    began = time.monotonic()
-    answer = Caller(loop, serve().address).measure(silent)
-    assert answer.num_bytes == 0
-    assert time.monotonic() - began >= PROBE_S * 0.9
-
-
-def test_probes_have_a_quota(serve, loop):
-    caller = Caller(loop, serve().address)
-    for _ in range(PROBES):
-        caller.measure(few)
-    assert caller.refused(few) == "BUSY"
-
-
-def test_strangers_measure_nothing(serve, loop):
-    assert Caller(loop, serve().address, run_id="other").refused(few) == "WRONG_RUN"
-
-
 def test_a_run_that_waits_for_its_first_learner_fails_nothing(serve):
     found = found_at(serve().address)
     assert failures(found) == []
     assert any("waits for its first learner" in f.what for f in found)
-    (link,) = [f for f in found if f.code == "LINK_UNMEASURED"]
-    assert "no model yet" in link.what
+    assert {"clock_skew_s"} <= {name for f in found for name in f.figures}, "it says what time it is"

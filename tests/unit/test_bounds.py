@@ -39,12 +39,6 @@ BY_OTHER_MEANS = {
     "Tensor.dtype",
     "Tensor.prefix",  # as long as the name before
     "PushResponse.message",
-    # serves no learner: the shard counts the bytes itself, and only the doctor prints what comes back
-    "ProbeRequest.zeros",
-    "ProbeResponse.num_bytes",
-    "ProbeResponse.seconds",
-    "ProbeResponse.clock",
-    "ProbeResponse.package",
 }
 """Bytes whose size the header announces, with what comes with them, and words, which are cut."""
 

@@ -13,10 +13,10 @@ import pytest
 
 from diloco_common.errors import CannotConnect
 from diloco_common.settings import Settings, ShardSettings
-from diloco_common.wire.messages import FragmentStatus, JoinAnswer, LearnerPolicy, Pulse
+from diloco_common.wire import rpc
 from diloco_deploy.catalogue import CODES
 from diloco_deploy.doctor import command, machine, shards
-from diloco_deploy.doctor.checks import Check, CheckedLine, ReportLine, failure, ok, run_checks
+from diloco_deploy.doctor.checks import Check, CheckedLine, Door, Known, ReportLine, failure, ok, run_checks
 from diloco_deploy.doctor.machine import PlannedShard, Written
 
 SHARD = PlannedShard(
@@ -30,19 +30,6 @@ def verdict(finding: ReportLine) -> tuple[str, str]:
     return finding.state.value, finding.code
 
 
-@pytest.mark.parametrize(
-    ("why", "code"),
-    [
-        ("unimplemented: Method not found!", "CLOCK_UNKNOWN"),
-        ("unimplemented: Received http2 header with status: 404", "PUSHES_FAIL"),
-        ("unknown: Received http2 header with status: 413", "PUSHES_FAIL"),
-        ("internal: Received RST_STREAM with error code 2", "PUSHES_FAIL"),
-    ],
-)
-def test_bytes_that_a_proxy_refuses_are_no_old_shard(why: str, code: str) -> None:
-    assert shards.no_bytes("ps-0:50051", why).code == code
-
-
 def test_every_code_that_the_doctor_says_is_explained(repository: Path) -> None:
     said = {
         code
@@ -53,20 +40,8 @@ def test_every_code_that_the_doctor_says_is_explained(repository: Path) -> None:
     assert said - set(CODES) == set()
 
 
-ANSWER = JoinAnswer(
-    generation=0, epoch=1, heartbeat_s=1.0, shard_index=0, num_shards=1, num_fragments=24, manifest_digest="",
-    policy=LearnerPolicy(24, "int8", "bfloat16"),
-    fragments=(FragmentStatus(0, seeded=True, version=3, merged_version=0, epoch=1),), pulse=Pulse(0, 0, 3),
-)  # fmt: skip
-
-
 NOW = datetime(2026, 11, 22, tzinfo=UTC)
 AVERAGING = SHARD._replace(companions_every=1)
-
-
-def link(mbit: float, step_s: float = 1.0) -> ReportLine:
-    """Of a run that asks for 667 Mbit/s down: 10^9 parameters, H = 24, at 1 s."""
-    return shards.advice(mbit * 1e6, mbit * 1e6, ANSWER, 1e9, step_s, "so much")
 
 
 def clock(skew_s: float, *, proven: bool) -> ReportLine:
@@ -81,9 +56,6 @@ def room(free: float, used: float = 0.0, shard: PlannedShard = SHARD, checkpoint
 @pytest.mark.parametrize(
     ("found", "state", "code"),
     [
-        (link(1000), "warning", "LINK_THIN"),
-        (link(500), "failure", "LINK_THIN"),
-        (link(100, step_s=20.0), "ok", "OK"),  # slow steps make a thin link thick enough
         (shards.round_trip("ps-0:1", 0.7), "warning", "LINK_FAR"),
         # A clock matters most where something proves who calls.
         (clock(0.2, proven=True), "ok", "OK"),
@@ -105,6 +77,14 @@ def room(free: float, used: float = 0.0, shard: PlannedShard = SHARD, checkpoint
 )
 def test_what_a_measurement_means(found: ReportLine, state: str, code: str) -> None:
     assert verdict(found) == (state, code)
+
+
+@pytest.mark.parametrize("clock", ["", "noon", "nan", "-inf"])
+def test_a_shard_that_tells_no_time_is_one_finding(clock: str) -> None:
+    door = Door("ps-0:1", "local")
+    assert rpc.hello_of([(rpc.CLOCK_KEY, clock), (rpc.PACKAGE_KEY, "1.0")] if clock else []) is None
+    assert verdict(shards.clock_of(door, Known())) == ("warning", "CLOCK_UNKNOWN")
+    assert shards.version(door, Known(), "1.0") == []
 
 
 def test_a_link_that_somebody_laid_is_not_written_through(tmp_path: Path) -> None:

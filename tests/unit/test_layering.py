@@ -84,7 +84,7 @@ PRODUCTION = frozenset({
     "cryptography", "diloco_common.observe.http", "diloco_common.observe.metrics", "diloco_common.trust.files",
     "diloco_common.wire.by_name", "diloco_common.wire.handshake",
     "diloco_common.wire.protobuf", "diloco_common.wire.rpc", "diloco_server.shell.access",
-    "diloco_server.shell.probes", "diloco_server.shell.server", "diloco_server.shell.servicer",
+    "diloco_server.shell.health", "diloco_server.shell.server", "diloco_server.shell.servicer",
     "diloco_common.trust.credentials", "diloco_common.wire.grpc_transport", "diloco_worker.joining",
     "diloco_worker.shell.network_thread", "diloco_worker.number", "grpc", "secrets", "ssl", "threading", "time",
 })  # fmt: skip
@@ -102,7 +102,7 @@ RULES = {
         *(f"diloco_server.shell.{name}" for name in ("access", "quotas")),
         never=CLOCKS_AND_CHANCE,
     ),
-    "diloco_server.shell.probes": allow("diloco_server", "diloco_common", "diloco_protos", never=CLOCKS_AND_CHANCE),
+    "diloco_server.shell.health": allow("diloco_server", "diloco_common", "diloco_protos", never=CLOCKS_AND_CHANCE),
     "diloco_server.shell.server": allow("diloco_server", "diloco_common", "diloco_protos"),
     "diloco_server.storage": allow(
         "diloco_server.storage", "diloco_server.core", "diloco_common", never=CLOCKS_AND_CHANCE | NETWORK

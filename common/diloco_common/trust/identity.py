@@ -76,7 +76,7 @@ class Proof:
     """Seconds since 1970."""
 
 
-_READS = frozenset({"Observe", "Pull", "Probe", "Follow"})
+_READS = frozenset({"Observe", "Pull", "Follow"})
 MAY = {
     Scope.LEARNER: _READS | {"Join", "Attend", "Push", "Leave"},
     Scope.OBSERVER: _READS,

@@ -27,7 +27,6 @@ from diloco_common.errors import (
 )
 from diloco_common.trust.files import CERTIFICATE, KEY, TlsFiles, shown
 from diloco_common.wire.addresses import parse_address
-from diloco_common.wire.messages import PROBE_S
 
 HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 """The first bytes of an HTTP/2 client, with empty settings. A server answers with its own."""
@@ -35,7 +34,7 @@ SETTINGS = b"\4"
 """Type of a server's first frame, at offset 3."""
 EXPIRED, NOT_YET_VALID, HOST_DIFFERS, IP_DIFFERS = 10, 9, 62, 64
 """X509_V_ERR_... of OpenSSL."""
-DIAL_S = PROBE_S
+DIAL_S = 2.0
 
 
 def find_cause(address: str, files: TlsFiles | None) -> HandshakeFailed | None:

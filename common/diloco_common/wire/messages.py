@@ -45,8 +45,6 @@ PROTOCOL = 3
 Others are refused (PROTOCOL_MISMATCH)."""
 SLOWEST_BYTES_PER_S = 50_000
 """Slower transfers are ended and retried. 0.4 Mbit/s."""
-PROBE_MESSAGE_BYTES, PROBE_BYTES_MAX, PROBE_S = 64 << 10, 4 << 20, 2.0
-"""For measuring the link to a shard: bytes of a message, bytes of all, and seconds until the answer."""
 TRANSFERS_AT_ONCE = 4
 """Most pushes, and most pulls, of one learner at one shard. More on a thin link become too slow to finish."""
 

@@ -6,9 +6,10 @@ Only this file and grpc_transport.py know grpc in `common`. `protobuf.py` makes 
 from __future__ import annotations
 
 import hmac
+import math
 from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import grpc
 
@@ -22,10 +23,10 @@ from diloco_common.wire.bounds import PARTS_MAX
 
 MAX_MESSAGE_BYTES = 8 << 20
 """More than the largest chunk (`payload.CHUNK_BYTES_MAX`) and the largest model description (65,536 tensors)."""
+Metadata: TypeAlias = tuple[tuple[str, str], ...]
 CODE_KEY = "diloco-code"
 SERVICE = "diloco.v1.ParameterServer"
-PROBE = "diloco.v1.Probe"
-"""The service that `diloco doctor` calls."""
+CLOCK_KEY, PACKAGE_KEY = "diloco-clock", "diloco-package"
 EOF = grpc.aio.EOF
 """Returned by reading a stream at its end."""
 DECODES = encoding_names()
@@ -83,7 +84,7 @@ SERVER_OPTIONS = [
 # ---------------------------------------------------------------- identity
 
 
-def metadata_of(identity: Identity, bearer_token: str | None) -> tuple[tuple[str, str], ...]:
+def metadata_of(identity: Identity, bearer_token: str | None) -> Metadata:
     """The metadata of a call, which tells the shard who calls before the first payload byte."""
     pairs = [("diloco-run", identity.run_id)]
     if identity.learner_id:
@@ -143,6 +144,33 @@ def _decimal(values: Mapping[str, str], key: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= 18):
         raise errors.BadRequest(f"metadata {key} is {text[:32]!r}, not a number")
     return int(text)
+
+
+# ---------------------------------------------------------------- what a shard says of itself
+
+PACKAGE_CHARACTERS_MAX = 64
+
+
+class Hello(NamedTuple):
+    clock: float
+    """The shard's wall clock, seconds since 1970."""
+    package: str
+    """Version of its package."""
+
+
+def hello(clock: float, package: str) -> Metadata:
+    """What the answer to a Join begins with, for `diloco doctor`."""
+    return (CLOCK_KEY, f"{clock:.3f}"), (PACKAGE_KEY, package)
+
+
+def hello_of(metadata: Iterable[tuple[str, str | bytes]]) -> Hello | None:
+    """None: the shard does not say it, or no number."""
+    values = {key: value for key, value in metadata if isinstance(value, str)}
+    try:
+        clock = float(values[CLOCK_KEY])
+    except (KeyError, ValueError):
+        return None
+    return Hello(clock, values.get(PACKAGE_KEY, "")[:PACKAGE_CHARACTERS_MAX]) if math.isfinite(clock) else None
 
 
 # ---------------------------------------------------------------- TLS

@@ -34,7 +34,7 @@ class ReportLine:
     what: str
     do: str = ""
     figures: Mapping[str, float] = field(default_factory=dict)
-    """Measured values, by name with unit: round_trip_s, up_bits_per_s."""
+    """Measured values, by name with unit: round_trip_s, free_bytes."""
 
 
 def ok(what: str, **figures: float) -> ReportLine:
@@ -64,11 +64,7 @@ class Door(NamedTuple):
     token: str | None = None
 
 
-class MeasuredShard(NamedTuple):
-    """A shard's own report, and the connection to it."""
-
-    up: float | None
-    """Upload rate in bits per second; None: too few bytes arrived."""
+class ToldOfItself(NamedTuple):
     skew_s: float
     """The shard's clock minus ours, when its answer arrived."""
     package: str
@@ -78,15 +74,14 @@ class MeasuredShard(NamedTuple):
 class Known:
     """Results by address, for later checks. Each key is written by one thread."""
 
-    answers: dict[str, JoinAnswer] = field(default_factory=dict)
-    measured: dict[str, MeasuredShard] = field(default_factory=dict)
+    answers: dict[str, JoinAnswer | None] = field(default_factory=dict)
+    """None: the shard waits for its first learner."""
+    told: dict[str, ToldOfItself] = field(default_factory=dict)
     round_trip_s: dict[str, float] = field(default_factory=dict)
 
 
-MEASURE_S = 2.0
-"""Time for one measurement,"""
 TIMES = 3
-"""which is made so many times."""
+"""How often a measurement is repeated."""
 SLOW_S = 0.5
 """A round trip, or a write of a few megabytes, that takes longer is worth a warning."""
 TOTAL_S = 16.0

@@ -97,7 +97,7 @@ def look(patient: Patient) -> Iterator[CheckedLine]:
 
 
 def _ways(patient: Patient, ends_at: float) -> Iterator[CheckedLine]:
-    """Check all connections in parallel; then, alone, the bandwidth to the first shard that answers."""
+    """Check all connections in parallel; then, whether these are all shards."""
     from diloco_common.trust.credentials import Credentials
     from diloco_deploy.doctor import shards
 
@@ -109,12 +109,8 @@ def _ways(patient: Patient, ends_at: float) -> Iterator[CheckedLine]:
         yield from chain.from_iterable(pool.map(lambda door: list(_walked(door, known, ends_at)), doors))
     finally:
         pool.shutdown(wait=False)
-    if door := next((door for door in doors if door.address in known.measured), None):
-        of_run = [
-            Check("all shards", "", 1.0, partial(shards.complete, known)),
-            Check("link", door.address, 9.0, partial(shards.link, door, known, patient.step_s, patient.params)),
-        ]
-        yield from run_checks(of_run, time.monotonic, ends_at)
+    if known.answers:
+        yield from run_checks([Check("all shards", "", 1.0, partial(shards.complete, known))], time.monotonic, ends_at)
 
 
 def _walked(door: Door, known: Known, ends_at: float) -> Iterator[CheckedLine]:
@@ -132,7 +128,7 @@ def _walked(door: Door, known: Known, ends_at: float) -> Iterator[CheckedLine]:
         Check("port", a, 4.0, port, ("name",)),
         Check("tls", a, 7.0, partial(shards.handshake, a, door.files), ("port",)),
         Check("run", a, 12.0, partial(shards.describe, door, known, PROTOCOL), ("port", "tls")),
-        Check("clock", a, 9.0, partial(shards.measure, door, known), ("run",)),
+        Check("clock", a, 1.0, partial(shards.clock_of, door, known), ("run",)),
         Check("version", a, 1.0, partial(shards.version, door, known, ours), ("run",)),
     ]
     return run_checks(checks, time.monotonic, ends_at)
@@ -247,9 +243,9 @@ def doctor(
     json: Json = False,
 ) -> int:
     """Report problems, each with a code for `diloco explain` and what to do. On a learner's machine: the connection to
-    the shards, from host name to bandwidth, and the settings that the link allows. With --shard: disk, files, memory
-    and kernels. Changes nothing, and ends within 20 s. With --device: for a minute, a device repeats the same work, and
-    every bit is compared. Exit code 1 if something fails."""
+    the shards, from host name to clock and version. With --shard: disk, files, memory and kernels. Changes nothing, and
+    ends within 20 s. With --device: for a minute, a device repeats the same work, and every bit is compared. Exit code
+    1 if something fails."""
     if folder is not None:
         if shards is not None:
             raise ConfigError("give --shards or --folder, one of them")

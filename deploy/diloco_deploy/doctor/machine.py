@@ -13,12 +13,12 @@ from typing import NamedTuple
 from diloco_common import formulas, units
 from diloco_common.formulas import BITS, LINK_SHARE
 from diloco_common.settings import OVERLAP_STEPS, ShardSettings
-from diloco_deploy.doctor.checks import MEASURE_S, SLOW_S, TIMES, ReportLine, failure, ok, warning
+from diloco_deploy.doctor.checks import SLOW_S, TIMES, ReportLine, failure, ok, warning
 from diloco_server.shell.quotas import CONNECTIONS_PER_LEARNER, ENOUGH, KEPT, connections_allowed, connections_wanted
 from diloco_server.storage.filesystem import Disk, FileSystem
 
-PROBE_BYTES = 8 << 20
-"""Files written in turn; none is started after this many seconds."""
+FILE_BYTES, MEASURE_S = 8 << 20, 2.0
+"""Size of the files that are written in turn, and seconds after which no further one is begun."""
 
 
 class Written(NamedTuple):
@@ -59,7 +59,7 @@ class PlannedShard(NamedTuple):
         return formulas.companion_bytes(self.pull) if self.companions_every else 0
 
 
-def write(files: FileSystem, clock: Callable[[], float], num_bytes: int = PROBE_BYTES) -> Written:
+def write(files: FileSystem, clock: Callable[[], float], num_bytes: int = FILE_BYTES) -> Written:
     """Write files as a shard does, and remove them. Raises OSError."""
     data = memoryview(os.urandom(1 << 20) * (num_bytes >> 20))
     took: list[float] = []

@@ -1,7 +1,6 @@
-"""Checks the connection to a shard, from its name and port to TLS, then its version, clock, and bandwidth.
+"""Checks the connection to a shard, from its name and port to TLS, then its clock and version.
 
-Its calls only read, as an observer with the caller's credentials: Join as an observer, Pull of one fragment until
-enough bytes arrived, and Probe.Measure: each within the shard's limits and limits of its own.
+Its one call only reads: a Join as an observer, with the caller's credentials.
 """
 
 from __future__ import annotations
@@ -9,39 +8,28 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import TypeVar
 
 import grpc
 
-from diloco_common import formulas, units
+from diloco_common import units
 from diloco_common.errors import DilocoError, HandshakeFailed, NotSeeded, Unavailable
-from diloco_common.formulas import BITS, LINK_SHARE
-from diloco_common.settings import SyncSettings
 from diloco_common.trust.files import TlsFiles, shown
 from diloco_common.trust.identity import Identity
 from diloco_common.wire import protobuf, rpc
 from diloco_common.wire.addresses import parse_address
 from diloco_common.wire.handshake import certificate_at, find_cause
-from diloco_common.wire.messages import (
-    PROBE_BYTES_MAX,
-    PROBE_MESSAGE_BYTES,
-    PROBE_S,
-    JoinAnswer,
-    JoinRequest,
-    PullRequest,
-)
+from diloco_common.wire.messages import JoinAnswer, JoinRequest
 from diloco_deploy import ASK_S
 from diloco_deploy.cluster.findings import ENDS_SOON_S, SKEW_S
 from diloco_deploy.doctor.checks import (
-    MEASURE_S,
     SLOW_S,
     TIMES,
     Door,
     Known,
-    MeasuredShard,
     ReportLine,
+    ToldOfItself,
     failure,
     of_error,
     ok,
@@ -119,15 +107,16 @@ SKEW_MOST_S = 6 * SKEW_S
 def describe(door: Door, known: Known, protocol: int) -> Sequence[ReportLine]:
     """Whether a shard accepts us, and the run it serves. Raises its Refusal."""
     try:
-        answer = join_answer(door, protocol)
+        answer = join_answer(door, known, protocol)
     except NoShard as error:
         return [failure("NOT_A_SHARD", f"{door.address} does not speak our protocol ({error})")]
     except Silence:
         return [failure("NO_ANSWER", f"{door.address} takes connections, and answers no call in {ASK_S:g} s")]
     except NotSeeded:
+        known.answers[door.address] = None
         return [ok(f"a shard of run {door.run_id} that waits for its first learner; protocol {protocol}")]
     known.answers[door.address] = answer
-    params = _params(answer)
+    params = sum(tensor.num_elements for tensor in answer.tensors if tensor.traits.is_of_model)
     model = f"{units.count(params)} parameters" if params else "no model yet"
     return [
         ok(
@@ -139,10 +128,11 @@ def describe(door: Door, known: Known, protocol: int) -> Sequence[ReportLine]:
 
 def complete(known: Known) -> ReportLine:
     """Whether all shards of the run were named."""
-    if not known.answers:
+    answers = [answer for answer in known.answers.values() if answer is not None]
+    if not answers:
         return ok("which shards the run has is known once a learner has joined")
-    found = {answer.shard_index for answer in known.answers.values()}
-    count = max((answer.num_shards for answer in known.answers.values()), default=0)
+    found = {answer.shard_index for answer in answers}
+    count = max(answer.num_shards for answer in answers)
     missing = sorted(set(range(count)) - found)
     if missing:
         return failure(
@@ -151,30 +141,18 @@ def complete(known: Known) -> ReportLine:
     return ok(f"all {count} shards of the run were reached")
 
 
-def measure(door: Door, known: Known) -> ReportLine:
-    """Check the shard's clock, and keep its version and upload rate for `version` and `link`. Raises its Refusal."""
-    try:
-        measured = probed(door)
-    except (NoShard, Unavailable) as error:
-        return no_bytes(door.address, str(error))
-    except Silence:
-        return failure("NO_ANSWER", f"{door.address} does not answer a probe")
-    known.measured[door.address] = measured
+def clock_of(door: Door, known: Known) -> ReportLine:
+    """The finding for a shard's clock."""
+    if (told := known.told.get(door.address)) is None:
+        return warning("CLOCK_UNKNOWN", f"{door.address} does not say what time it is")
     proven = door.files is not None or door.token is not None
-    return clock(door.address, measured.skew_s + known.round_trip_s.get(door.address, 0.0) / 2, proven=proven)
-
-
-def no_bytes(address: str, why: str) -> ReportLine:
-    """The finding if a probe fails although small messages get through: pushes would fail as well."""
-    if why.startswith("unimplemented") and "http2 header" not in why:
-        return warning("CLOCK_UNKNOWN", f"{address} is of a version before `diloco doctor`")
-    return failure("PUSHES_FAIL", f"bytes do not get through to {address}, though small messages do ({why})")
+    return clock(door.address, told.skew_s + known.round_trip_s.get(door.address, 0.0) / 2, proven=proven)
 
 
 def version(door: Door, known: Known, ours: str) -> Sequence[ReportLine]:
     """Whether the shard runs our version. Empty if it did not report its own."""
-    measured = known.measured.get(door.address)
-    return [] if measured is None else [package(door.address, measured.package, ours)]
+    told = known.told.get(door.address)
+    return [] if told is None else [package(door.address, told.package, ours)]
 
 
 def clock(address: str, skew_s: float, *, proven: bool) -> ReportLine:
@@ -195,66 +173,6 @@ def package(address: str, theirs: str, ours: str) -> ReportLine:
     return warning("PACKAGES_DIFFER", f"{address} runs {theirs}, this machine {ours}")
 
 
-def link(door: Door, known: Known, step_s: float, params: float | None) -> ReportLine:
-    """The bandwidth of the link, and the settings it allows. Raises a Refusal."""
-    measured, answer = known.measured.get(door.address), known.answers.get(door.address)
-    up = None if measured is None else measured.up
-    if answer is None:
-        return warning("LINK_UNMEASURED", f"{_rates(up, None)}; the run has no model yet, so nothing comes down")
-    seeded = next((fragment for fragment in answer.fragments if fragment.seeded), None)
-    down = None if seeded is None else pull_rate(door, seeded.fragment_id)
-    params = params or float(_params(answer))
-    if up is None and down is None:
-        return warning("LINK_UNMEASURED", f"the bandwidth to {door.address} was not measured: too few bytes arrived")
-    return advice(up or down or 0.0, down or up or 0.0, answer, params, step_s, _rates(up, down))
-
-
-def advice(up: float, down: float, answer: JoinAnswer, params: float, step_s: float, measured: str) -> ReportLine:
-    """The settings that a link allows, compared with the run's. `up`, `down`: bits per second."""
-    # Companions double the parameters. Shards do not report how rarely they travel, but never more often.
-    moved = params * (1 if all(tensor.traits.is_of_model for tensor in answer.tensors) else 2)
-    policy, defaults = answer.policy, SyncSettings()
-    every, push, pull = policy.sync_every, policy.push_encoding, policy.pull_encoding
-    share = max(
-        formulas.rate(moved, BITS.get(encoding, 32.0), every, step_s) / rate
-        for encoding, rate in ((push, up), (pull, down))
-    )
-    asks = (
-        f"{measured}; at {step_s:g} s per step the run asks for {share:.0%} of it "
-        f"(H = {every}, {push} up, {pull} down, {units.count(params)} parameters)"
-    )
-    enough = max(
-        formulas.every_for_rate(moved, BITS[encoding], rate, step_s, LINK_SHARE)
-        for encoding, rate in ((defaults.push, up), (defaults.pull, down))
-    )
-    proposal = f"sync_every = {max(defaults.first_every, enough)}, push = {defaults.push}, pull = {defaults.pull}"
-    figures = {"up_bits_per_s": up, "down_bits_per_s": down, "share": share}
-    slowest = share * step_s / LINK_SHARE
-    do = f"this link allows {proposal}. As the run is set, it is enough for steps of {slowest:.3g} s or longer"
-    if share > 1:
-        return failure("LINK_THIN", asks, do, **figures)
-    if share > LINK_SHARE:
-        return warning("LINK_THIN", asks, do, **figures)
-    return ok(f"{asks}. It allows {proposal}", **figures)
-
-
-def _params(answer: JoinAnswer) -> int:
-    return sum(tensor.num_elements for tensor in answer.tensors if tensor.traits.is_of_model)
-
-
-def _rates(up: float | None, down: float | None) -> str:
-    found = [f"{units.bit_rate(rate)} {way}" for rate, way in ((up, "up"), (down, "down")) if rate is not None]
-    return ", ".join(found) or "nothing measured"
-
-
-T = TypeVar("T")
-
-DOWN_BYTES_MAX = 16 << 20
-PACKAGE_CHARACTERS_MAX = 64
-ENOUGH_BYTES = 64 << 10
-"""Fewest bytes from which a bandwidth is computed."""
-
-
 class NoShard(Exception):
     """Something other than a shard answers; the message has gRPC's words."""
 
@@ -263,87 +181,27 @@ class Silence(Exception):
     """The connection is open, but no answer comes."""
 
 
-def join_answer(door: Door, protocol: int) -> JoinAnswer:
-    """The shard's description of the run. Raises its Refusal, NoShard, Silence."""
-    request = JoinRequest(protocol, "", observe=True)
+def join_answer(door: Door, known: Known, protocol: int) -> JoinAnswer:
+    """The shard's description of the run; keeps what it says of itself. Raises its Refusal, NoShard, Silence."""
 
-    async def ask(channel: grpc.aio.Channel) -> JoinAnswer:
-        join = channel.unary_unary(
-            f"/{rpc.SERVICE}/Join", request_serializer=protobuf.serialize,
-            response_deserializer=pb.JoinResponse.FromString,
-        )  # fmt: skip
-        return protobuf.join_answer_from_pb(
-            await join(protobuf.to_pb(request), metadata=_metadata(door), timeout=ASK_S)
-        )
-
-    return _called(door, ask)
-
-
-def probed(door: Door) -> MeasuredShard:
-    """Measure upload rate, clock and package of a shard. Raises Refusal, NoShard (it has no Probe), Silence."""
-
-    async def ask(channel: grpc.aio.Channel) -> MeasuredShard:
-        probe = channel.stream_unary(
-            f"/{rpc.PROBE}/Measure", request_serializer=protobuf.serialize,
-            response_deserializer=pb.ProbeResponse.FromString,
-        )  # fmt: skip
-        answer = await probe(_zeros(), metadata=_metadata(door), timeout=ASK_S + PROBE_S)
-        came = time.time()
-        enough = answer.num_bytes >= ENOUGH_BYTES and answer.seconds > 0
-        up = 8 * answer.num_bytes / answer.seconds if enough else None
-        return MeasuredShard(up, answer.clock - came, answer.package[:PACKAGE_CHARACTERS_MAX])
-
-    return _called(door, ask)
-
-
-def pull_rate(door: Door, fragment_id: int) -> float | None:
-    """Download rate in bits per second; None: the fragment is too small to tell. Raises Refusal, NoShard, Silence."""
-    request = protobuf.to_pb(PullRequest(fragment_id))
-
-    async def ask(channel: grpc.aio.Channel) -> float | None:
-        pull = channel.unary_stream(f"/{rpc.SERVICE}/Pull", request_serializer=protobuf.serialize)
-        call = pull(request, metadata=_metadata(door), timeout=ASK_S + MEASURE_S)
-        num_bytes, began, last = -1, 0.0, 0.0
-        try:
-            async with asyncio.timeout(ASK_S + MEASURE_S):
-                while (part := await call.read()) is not rpc.EOF:
-                    last = time.monotonic()
-                    if num_bytes < 0:  # the header: the clock starts
-                        num_bytes, began = 0, last
-                        continue
-                    num_bytes += len(part)
-                    if num_bytes >= DOWN_BYTES_MAX or last - began > MEASURE_S:
-                        break
-        except TimeoutError:
-            pass
-        finally:
-            call.cancel()
-        return 8 * num_bytes / (last - began) if num_bytes >= ENOUGH_BYTES and last > began else None
-
-    return _called(door, ask)
-
-
-async def _zeros() -> AsyncIterator[pb.ProbeRequest]:
-    message = pb.ProbeRequest(zeros=bytes(PROBE_MESSAGE_BYTES - 16))
-    for _ in range(PROBE_BYTES_MAX // PROBE_MESSAGE_BYTES + 1):
-        yield message
-
-
-def _metadata(door: Door) -> tuple[tuple[str, str], ...]:
-    return rpc.metadata_of(Identity(door.run_id), door.token)
-
-
-def _called(door: Door, ask: Callable[[grpc.aio.Channel], Awaitable[T]]) -> T:
-    async def call() -> T:
+    async def ask() -> JoinAnswer:
         channel = rpc.channel(door.address, door.files, rpc.BULK_CHANNEL_OPTIONS)
         try:
-            return await ask(channel)
+            join = channel.unary_unary(
+                f"/{rpc.SERVICE}/Join", request_serializer=protobuf.serialize,
+                response_deserializer=pb.JoinResponse.FromString,
+            )  # fmt: skip
+            request = protobuf.to_pb(JoinRequest(protocol, "", observe=True))
+            call = join(request, metadata=rpc.metadata_of(Identity(door.run_id), door.token), timeout=ASK_S)
+            if (hello := rpc.hello_of(await call.initial_metadata())) is not None:
+                known.told[door.address] = ToldOfItself(hello.clock - time.time(), hello.package)
+            return protobuf.join_answer_from_pb(await call)
         except grpc.aio.AioRpcError as error:
             raise _cause(error) from None
         finally:
             await channel.close(0.0)
 
-    return asyncio.run(call())
+    return asyncio.run(ask())
 
 
 def _cause(error: grpc.aio.AioRpcError) -> Exception:

@@ -37,9 +37,9 @@ from diloco_common.wire.follower import Follower
 from diloco_common.wire.grpc_transport import GrpcTransport
 from diloco_common.wire.messages import FollowRequest
 from diloco_server.shell.access import AccessFiles
+from diloco_server.shell.health import Health
 from diloco_server.shell.host import ShardHost
 from diloco_server.shell.mirror import Mirror
-from diloco_server.shell.probes import Health, Probe
 from diloco_server.shell.quotas import connections_allowed, connections_wanted, files_max, raise_limit
 from diloco_server.shell.service import Service
 from diloco_server.shell.servicer import ParameterServer
@@ -126,10 +126,9 @@ class ShardServer:
         check_http_is_meant("shard.http", self.settings.shard.http, self.settings.security)
         servicer = ParameterServer(
             self.service, self.settings.run.id, self._access.callers, self.host.telemetry.call_refused,
-            self._access.bearer_token,
+            self._access.bearer_token, lambda: rpc.hello(time.time(), installed()),
         )  # fmt: skip
-        probe = Probe(servicer.admitted, time.time, installed())
-        self._server.add_generic_rpc_handlers((servicer.handler(), probe.handler(), self._health.handler()))
+        self._server.add_generic_rpc_handlers((servicer.handler(), self._health.handler()))
         listen = parse_address(self.settings.shard.listen)
         bind_socket(str(listen)).close()  # gRPC does not say why it cannot bind
         try:

@@ -43,17 +43,19 @@ class ParameterServer:
         callers: Callers,
         refused: Callable[[Identity, Refusal], None],
         bearer_token: str | None = None,
+        hello: Callable[[], rpc.Metadata] = lambda: (),
     ) -> None:
         """Callers must belong to this run, prove what `callers` requires, and send this bearer token if there is one.
 
         `refused`: called with caller and cause of every call that ends with an error status. What proves nothing may
-        have any learner id.
+        have any learner id. `hello`: returns what the answer to a Join begins with (`rpc.hello`).
         """
         self._service = service
         self._run_id = run_id
         self._callers = callers
         self._refused = refused
         self._bearer_token = bearer_token
+        self._hello = hello
         self._joins = Rate("joins on this connection", JOINS, JOINS_PER_S)
 
     def handler(self) -> grpc.GenericRpcHandler:
@@ -71,6 +73,7 @@ class ParameterServer:
         self._joins.take(context.peer(), asyncio.get_running_loop().time())
         request = await self._service.read(caller, partial(_join_request, requests))
         caller.check_may("Observe" if request.observe else "Join")
+        await context.send_initial_metadata(self._hello())
         return protobuf.join_answer_to_pb(await self._service.join(caller, request))
 
     async def Attend(self, caller: Identity, requests: Messages, _: Context) -> AsyncGenerator[pb.Directive, None]:

@@ -1,20 +1,15 @@
-"""Two more gRPC services of a shard: its health, and a speed test of the connection.
+"""Another gRPC service of a shard: its health, grpc.health.v1 with Check and Watch.
 
-grpc.health.v1 has Check and Watch. Probes of an orchestrator carry no token, so none is required; over TLS the
-connection's certificate must be valid. Messages are read like those of any caller without a lease: few at once, with a
-deadline (`waits.Bodies`). Their places are separate from those of Join, so that a crowd there does not make a shard
-look unhealthy.
-
-diloco.v1.Probe lets anyone who may read the model measure the connection to this shard. It is bounded like every other
-call: the caller is known before its bytes are taken; one open probe per account and two in all; at most 4 MiB and 2
-seconds each, and one per 5 seconds in the long run. The bytes are dropped message by message.
+Probes of an orchestrator carry no token, so none is required; over TLS the connection's certificate must be valid.
+Messages are read like those of any caller without a lease: few at once, with a deadline (`waits.Bodies`). Their places
+are separate from those of Join, so that a crowd there does not make a shard look unhealthy.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -24,10 +19,8 @@ from grpc_health.v1 import health_pb2
 from diloco_common.errors import BadRequest, Busy, Refusal
 from diloco_common.trust.identity import Identity
 from diloco_common.wire import protobuf, rpc
-from diloco_common.wire.messages import PROBE_BYTES_MAX, PROBE_MESSAGE_BYTES, PROBE_S
-from diloco_protos import parameter_server_pb2 as pb
 from diloco_server.shell.access import Callers
-from diloco_server.shell.quotas import Places, Rate
+from diloco_server.shell.quotas import Places
 from diloco_server.shell.servicer import Context, Messages, only
 from diloco_server.shell.streams import STREAMS_EACH, STREAMS_MAX
 from diloco_server.shell.waits import BODY_S, Bodies
@@ -37,8 +30,6 @@ MESSAGE_BYTES_MAX = 1 << 10
 """Limit of a request, which holds only the name of a service."""
 WATCH_S = 600.0
 """Most seconds of a Watch. Callers that are still interested ask again, so others free their place."""
-PROBES, PROBES_PER_S = 4, 0.2
-"""Probes of one account: at once, and per second in the long run."""
 Status = health_pb2.HealthCheckResponse
 
 
@@ -120,51 +111,3 @@ class Health:
         except Refusal as refusal:
             self._refused(self._callers.named(anybody, certificate), refusal)
             await rpc.refuse(context, refusal)
-
-
-class Probe:
-    """Answers speed tests. Owned by the shard's event loop."""
-
-    def __init__(
-        self,
-        admitted: Callable[..., AbstractAsyncContextManager[Identity]],
-        wall_clock: Callable[[], float],
-        package: str,
-    ) -> None:
-        """`admitted`: see `ParameterServer.admitted`. `package`: the version that it reports."""
-        self._admitted, self._wall_clock, self._package = admitted, wall_clock, package
-        self._open = Places[object](1, 2, "others measure their way to this shard; try again in a moment")
-        self._rate = Rate("probes", PROBES, PROBES_PER_S)
-
-    def handler(self) -> grpc.GenericRpcHandler:
-        measure = grpc.stream_unary_rpc_method_handler(self.Measure, response_serializer=protobuf.serialize)
-        return grpc.method_handlers_generic_handler(rpc.PROBE, {"Measure": measure})
-
-    async def Measure(self, requests: Messages, context: Context) -> pb.ProbeResponse:
-        async with self._admitted(context, "Probe", answers_many=False) as caller:
-            with self._open.held(caller.account, f"probes of {caller.account or 'this host'}"):
-                self._rate.take(caller.account, asyncio.get_running_loop().time())
-                num_bytes, seconds = await self._take(requests)
-                return pb.ProbeResponse(
-                    num_bytes=num_bytes, seconds=seconds, clock=self._wall_clock(), package=self._package
-                )
-
-    async def _take(self, requests: Messages) -> tuple[int, float]:
-        """Bytes after the first message, and seconds from the first message to the last. Raises BadRequest."""
-        time = asyncio.get_running_loop().time
-        num_bytes, began, last = -1, 0.0, 0.0
-        try:
-            async with asyncio.timeout(PROBE_S):
-                async for message in requests:
-                    if len(message) > PROBE_MESSAGE_BYTES + 64:  # with framing
-                        raise BadRequest(f"a message of a probe has at most {PROBE_MESSAGE_BYTES} bytes")
-                    last = time()
-                    if num_bytes < 0:
-                        num_bytes, began = 0, last
-                        continue
-                    num_bytes += len(message)
-                    if num_bytes >= PROBE_BYTES_MAX:
-                        break
-        except TimeoutError:  # a slow link: use the bytes that arrived
-            last = max(last, time()) if num_bytes > 0 else last
-        return max(0, num_bytes), last - began
