@@ -22,7 +22,7 @@ SOURCES := hatch_build.py protos/diloco_protos common server worker simulator de
 # Overridable: make demo DEMO="--workers 4 --tokens 4_000_000"; make test TESTS="tests/unit -k round"
 DEMO ?= --fresh --shards 2 --workers 3 --tokens 1_500_000 --seed 0 --report runs/demo/report.json --export runs/demo/model.safetensors
 UP ?= --shards 2 --workers 3
-CHAOS ?= --minutes 1 --every 5s --shards 2 --workers 8 --seed 1 --json runs/chaos/result.json --timeline runs/chaos/timeline.png
+CHAOS ?= --minutes 1 --every 5s --shards 2 --workers 8 --seed 1 --json runs/chaos/result.json
 TESTS ?=
 GATE ?=
 # How tests share the cores (tests/conftest.py has their order); one after the other: make test PARALLEL=

@@ -13,8 +13,7 @@ from cyclopts import Parameter
 
 from diloco_chaos.cluster import LISTEN, ChaosCluster, Links, NoLinks, SmallDisks
 from diloco_chaos.plan import ChaosRun, Fault, make_plan
-from diloco_chaos.result import Result, make_baseline, make_result, summary
-from diloco_chaos.timeline import check_timeline, draw
+from diloco_chaos.result import make_baseline, make_result, summary
 from diloco_common import units
 from diloco_common.command import new_app, run_app
 from diloco_common.errors import EXIT_OK, EXIT_UNEXPECTED
@@ -98,28 +97,6 @@ class HarmOptions:
         )  # fmt: skip
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
-class OutputOptions:
-    json: Annotated[Path | None, Parameter(metavar="FILE.json", help="write the result here")] = None
-    timeline: Annotated[Path | None, Parameter(metavar="FILE.png|svg", help="draw a timeline of the run")] = None
-
-    def check(self) -> None:
-        """Before the run. Raises ConfigError."""
-        if self.timeline is not None:
-            check_timeline(self.timeline)
-
-    def write(self, result: Result, histories: Histories, run: ChaosRun) -> None:
-        if self.json is not None:
-            self.json.parent.mkdir(parents=True, exist_ok=True)
-            write_json(self.json, result)
-            print(f"written: {self.json}")
-        if self.timeline is not None:
-            self.timeline.parent.mkdir(parents=True, exist_ok=True)
-            draw(histories, run, result, self.timeline)
-            print(f"written: {self.timeline}")
-
-
 @app.default
 def chaos(
     *,
@@ -130,14 +107,13 @@ def chaos(
         Parameter(converter=_SECONDS, metavar="3s", help="longest time that a living worker may go without a step"),
     ] = 3.0,
     no_baseline: Annotated[Flag, Parameter(help="no fault-free run: half the time, but no goodput")] = False,
-    out: OutputOptions = OutputOptions(),
+    json: Annotated[Path | None, Parameter(metavar="FILE.json", help="write the result here")] = None,
     options: SettingsOptions = NO_SETTINGS,
 ) -> int:
     """Run a cluster on this machine without faults. Then run one, and kill and freeze its workers and shards by a
     seeded plan. Every process records its history. The histories show how much work got through, and whether any was
     lost or counted twice. Exit code 1 if a promise was broken.
     """
-    out.check()
     settings, baseline, links = cluster.settings(options), None, _links()
     if links is not None:
         settings = _within(settings)
@@ -153,7 +129,10 @@ def chaos(
         histories, run, plan, baseline, seed=settings.run.seed, gap_max_s=gap
     )  # fmt: skip
     print("\n" + summary(result), flush=True)
-    out.write(result, histories, run)
+    if json is not None:
+        json.parent.mkdir(parents=True, exist_ok=True)
+        write_json(json, result)
+        print(f"written: {json}")
     return EXIT_UNEXPECTED if result["violations"] else EXIT_OK
 
 

@@ -34,10 +34,10 @@ def test_the_command_hurts_a_small_cluster_and_finds_no_violation(tmp_path: Path
 @pytest.mark.gate
 @pytest.mark.timeout(800)
 def test_a_cluster_that_is_hurt_loses_nothing_and_counts_nothing_twice(tmp_path: Path) -> None:
-    written, picture = tmp_path / "out" / "chaos.json", tmp_path / "out" / "chaos.png"
+    written = tmp_path / "out" / "chaos.json"
     said = run_module(
         "diloco_chaos", "--minutes=1", "--every=5s", "--shards=2", "--workers=8", "--seed=1", "--no-baseline",
-        f"--folder={tmp_path / 'run'}", f"--json={written}", f"--timeline={picture}", f"--gap={GAP_S}s",
+        f"--folder={tmp_path / 'run'}", f"--json={written}", f"--gap={GAP_S}s",
         timeout_s=780.0, own_interpreter=True,
     )  # fmt: skip
 
@@ -50,4 +50,3 @@ def test_a_cluster_that_is_hurt_loses_nothing_and_counts_nothing_twice(tmp_path:
     assert ("cut", "worker") in harmed or "no links are cut" in said.stdout
     assert result["versions"] > 60, "it trained all the while"
     assert result["healed_s"] is not None
-    assert picture.read_bytes().startswith(b"\x89PNG")

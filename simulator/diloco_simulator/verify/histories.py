@@ -201,8 +201,6 @@ Name = tuple[int, int, int]
 
 @dataclass(frozen=True, eq=False)
 class Merge:
-    at: float
-    """Time when that version was announced, or restored by a later epoch."""
     shard: str
     fragment: int
     version: int
@@ -360,8 +358,7 @@ class Lineage:
         for c in merging["contributions"]:
             push = self._push(name, c)
             merge = Merge(
-                float(line["t"]), shard, name[0], name[2], c["learner"], c["tokens"],
-                c.get("counted", c["tokens"]), version, push,
+                shard, name[0], name[2], c["learner"], c["tokens"], c.get("counted", c["tokens"]), version, push,
                 version.last_of(push.process) if push is not None else None,
             )  # fmt: skip
             version._hold(merge)
