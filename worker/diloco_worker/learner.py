@@ -226,8 +226,8 @@ class Learner(LearnerView):
 
         Waits for the last version of every fragment, logs what it waits for, replaces all local values, and leaves the
         run. If the run has reached its budget, these values are final and equal in all learners. Otherwise the learner
-        first hands over its work as `leave` does, and gets the latest values. They are what learners train on: bfloat16,
-        unless `sync.pull` is float32; `diloco pull` writes float32. Frozen and private tensors stay.
+        first hands over its work as `leave` does, and gets the latest values. They are what learners train on:
+        bfloat16, unless `sync.pull` is float32; `diloco pull` writes float32. Frozen and private tensors stay.
 
         If the run is not over and some of this learner's work is in no version, the model keeps the trained values and
         a warning says why. `regardless`: load the global values anyway. A second call does nothing, except that
