@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import fmean
 from string import Template
 
 import matplotlib
@@ -18,7 +19,7 @@ import numpy as np
 from diloco_planner.chips import YEAR_S, Island
 from diloco_planner.plans import LearnerPlan
 from diloco_planner.simulate_command import WAYS
-from diloco_planner.ways import Sent, decoupled, one_island, synchronous
+from diloco_planner.ways import Sent, data_parallel, synchronous
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 CHIPS = [round(10 ** (3.5 + i / 6)) for i in range(19)]
@@ -27,13 +28,13 @@ COLORS = {"dp_restart": "#b0413e", "dp_elastic": "#d98e04", "diloco_sync": "#487
 
 
 def goodputs(chips: float) -> dict[str, float]:
-    template = LearnerPlan("", Island(1))
+    sent, until = Sent(0, 0, 0, 24), HOURS * 3600
     plans = [LearnerPlan(f"learner-{i}", Island(chips / LEARNERS)) for i in range(LEARNERS)]
     return {
-        "dp_restart": one_island(chips, template, HOURS, 0, elastic=False),
-        "dp_elastic": one_island(chips, template, HOURS, 0, elastic=True),
-        "diloco_sync": synchronous(plans, Sent(0, 0, 0, 24), HOURS * 3600, 0),
-        "ours": decoupled(chips, LEARNERS, template, HOURS, 0),
+        "dp_restart": data_parallel(plans, sent, until, elastic=False),
+        "dp_elastic": data_parallel(plans, sent, until, elastic=True),
+        "diloco_sync": synchronous(plans, sent, until, 0),
+        "ours": fmean(plan.drawn(until, plan.chance()).computed for plan in plans),
     }
 
 

@@ -15,13 +15,12 @@ from typing import NamedTuple
 from diloco_common import formulas, units
 from diloco_common.formulas import BITS
 from diloco_common.settings import CheckpointSettings, SyncSettings
-from diloco_planner.sizes import Share, learner_bytes
+from diloco_planner.choice import TRAINING_BYTES
+from diloco_planner.sizes import learner_bytes
 
 WORKERS = 8
 HEADROOM = 1.25
 """A limit is so many times what the plan says. Beyond it the kernel kills the shard."""
-ADAMW_BYTES = 16
-"""Of a parameter in training: weights, gradients and two moments, in float32."""
 UNDER_WAY = 2
 KEEP = CheckpointSettings().keep
 SYNC = SyncSettings()
@@ -89,8 +88,8 @@ def workers() -> str:
 
 def _worker(model: Model) -> Sequence[str]:
     each = round(model.params / model.fragments / model.ranks)
-    found = learner_bytes([Share(each, each)] * model.fragments, push=SYNC.push, pull=SYNC.pull, under_way=UNDER_WAY)
-    training = ADAMW_BYTES * found.elements
+    found = learner_bytes(each, model.fragments, push=SYNC.push, pull=SYNC.pull, under_way=UNDER_WAY)
+    training = TRAINING_BYTES * found.elements
     sizes = (training, found.kept, found.under_way, training + found.peak)
     return (model.name, str(model.ranks), *map(units.size, sizes))
 

@@ -23,7 +23,7 @@ from diloco_common.program import STUDY, Command
 
 COMMANDS = (
     Command(
-        "plan", "diloco_planner.plan_command:app",
+        "plan", "diloco_planner.plan_command:plan",
         "settings and sizes of a run, from its model, learners and links", STUDY,
     ),
     Command(

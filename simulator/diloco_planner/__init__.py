@@ -7,7 +7,6 @@ choice.py     the settings that suit a link and a number of learners; sizes.py: 
 proposed.py   ways to train that fit the sites, with their results; weigh.py picks the best, and says why
 ways.py       four ways to train, compared on the same failures
 world.py      production cores in virtual time: steps, links, merges; weightless.py: their tensors hold no values
-published.py  published figures, and what the planner predicts from the same inputs
 
 `plan` (plan_command.py, table.py) uses closed formulas (`diloco_common/formulas.py`) and loads no core; `simulate`
 (simulate_command.py) runs the cores.

@@ -47,11 +47,6 @@ class Failures:
     """Pause of an island that cannot go on without a slice."""
     checkpoint_s: float = 1.0
     """Interval between checkpoints. An island that restarts loses what it has trained since the last one."""
-    slow_every_s: float = math.inf
-    """Mean time between slowdowns: one chip turns slow, and so does its island."""
-    slow_pace: float = 0.7
-    slow_for_s: float = 600.0
-    """Time until a slow chip is found, and treated as lost."""
     preempt_every_s: float = math.inf
     """Mean time between two preemptions of a whole island."""
     preempt_for_s: float = 1800.0
@@ -87,14 +82,12 @@ class Island:
 
 @dataclass
 class ChipTimeline:
-    """How much of an island computes, and how fast, from each moment until the next. Begins at 0."""
+    """How much of an island computes, from each moment until the next. Begins at 0."""
 
     until: float
     at: list[float] = field(default_factory=lambda: [0.0])
     share: list[float] = field(default_factory=lambda: [1.0])
     """Share of its chips that compute; 0: it stands still."""
-    pace: list[float] = field(default_factory=lambda: [1.0])
-    """Steps per usual step time; 0: it stands still."""
     away: list[tuple[float, float, bool]] = field(default_factory=list)
     """When the learner is gone: from, until, and whether it could say goodbye."""
     lost_s: float = 0.0
@@ -105,38 +98,33 @@ class ChipTimeline:
     worked: list[float] = field(default_factory=list)
     trained: list[float] = field(default_factory=list)
 
-    def change(self, at: float, share: float, pace: float = 1.0) -> None:
-        """Set share and pace from this moment on."""
+    def change(self, at: float, share: float) -> None:
+        """Set the share from this moment on."""
         if at >= self.until:
             return
         if self.at[-1] == at:
-            self.at.pop(), self.share.pop(), self.pace.pop()
+            self.at.pop(), self.share.pop()
         self.at.append(at)
         self.share.append(share)
-        self.pace.append(pace if share else 0.0)
 
     def freeze(self) -> None:
         """The timeline is complete: prepare fast look-ups."""
         ends = [*self.at[1:], self.until]
         self.spent = [end - begin for begin, end in zip(self.at, ends, strict=True)]
-        worked = [p * s for p, s in zip(self.pace, self.spent, strict=True)]
-        self.worked = [0.0, *accumulate(worked)]
-        tokens = [w * share for w, share in zip(worked, self.share, strict=True)]
-        self.trained = [0.0, *accumulate(tokens)]
+        self.worked = [0.0, *accumulate(s if share else 0.0 for s, share in zip(self.spent, self.share, strict=True))]
+        self.trained = [0.0, *accumulate(s * share for s, share in zip(self.spent, self.share, strict=True))]
 
     def at_work(self, work: float) -> float:
         """The time at which this many seconds of steps are done; inf: never."""
         index = max(0, bisect_right(self.worked, work) - 1)
-        while index < len(self.at) and not self.pace[index]:
+        while index < len(self.at) and not self.share[index]:
             index += 1
-        if index >= len(self.at):
-            return math.inf
-        return self.at[index] + (work - self.worked[index]) / self.pace[index]
+        return math.inf if index >= len(self.at) else self.at[index] + work - self.worked[index]
 
     def work_at(self, when: float) -> float:
         """Seconds of steps that are done by then."""
         index = max(0, bisect_right(self.at, when) - 1)
-        return self.worked[index] + (when - self.at[index]) * self.pace[index]
+        return self.worked[index] + (when - self.at[index] if self.share[index] else 0.0)
 
     def trained_at(self, work: float) -> float:
         """What was trained in this many seconds of steps, in seconds of a whole island."""
@@ -153,14 +141,10 @@ class ChipTimeline:
         """As `computed`, without what restarts from a checkpoint threw away."""
         return self.computed - self.lost_s / self.until
 
-    @property
-    def computing_s(self) -> float:
-        return sum(s for s, share in zip(self.spent, self.share, strict=True) if share)
-
 
 @dataclass(frozen=True)
 class Away:
-    """Chips of an island that are gone together, because they were preempted or are not there yet."""
+    """Chips of an island that are gone together, because they were preempted."""
 
     begins_s: float
     ends_s: float
@@ -224,7 +208,6 @@ class _Drawing:
         self.line.change(now, here)
         events: list[tuple[float, Callable[[], None]]] = [
             (now + _after(self._chance, here * self._island.chips / failures.mtbi_s), self._lose),
-            (now + _after(self._chance, self._island.chips / failures.slow_every_s if here else 0.0), self._slow_down),
             (self._repairs[0] if self._repairs else math.inf, self._repaired),
             (self._moves[0][0] if self._moves else math.inf, self._move),
         ]
@@ -281,12 +264,6 @@ class _Drawing:
             heapq.heappop(self._repairs)
             self._spares += 1
 
-    def _slow_down(self) -> None:
-        """One chip slows down, and the island with it, until it is treated as lost."""
-        self.line.change(self._now, self._here, self._failures.slow_pace)
-        self._now += self._failures.slow_for_s
-        self._stand_still(self._failures.loss_s)
-
     def _move(self) -> None:
         """Some chips go or come. Those that stay change over; if none stay, nobody waits."""
         before, self._gone = self._gone, self._moved()
@@ -316,12 +293,10 @@ def _after(chance: random.Random, rate: float) -> float:
     return chance.expovariate(rate) if rate > 0 else math.inf
 
 
-def uptime(lines: Sequence[tuple[float, ChipTimeline]], until: float) -> float:
-    """The share of time in which anybody computes. `lines`: when each timeline begins, and the timeline."""
+def uptime(lines: Sequence[ChipTimeline], until: float) -> float:
+    """The share of time in which anybody computes."""
     changes = sorted(
-        (begins_s + at, i, share > 0)
-        for i, (begins_s, line) in enumerate(lines)
-        for at, share in zip(line.at, line.share, strict=True)
+        (at, i, share > 0) for i, line in enumerate(lines) for at, share in zip(line.at, line.share, strict=True)
     )
     on, since, idle = set[int](), 0.0, 0.0
     for at, i, computes in changes:

@@ -41,6 +41,8 @@ class PlannedRun:
     learners: int
     link: Link
     step_s: float
+    ranks: int = 1
+    """Over which the parameters of a learner are spread, an island (FSDP2); 1: none."""
     fragments: int | None = None
     """P, if given."""
     shards: int | None = None

@@ -1,12 +1,11 @@
 """A run as described by a TOML file: sites with machines, links and prices, failures, shards. See docs/planner.md.
 
-Errors name the line, and say what to write instead.
+Errors name the key, and say what to write instead.
 """
 
 from __future__ import annotations
 
 import math
-import re
 import tomllib
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -16,8 +15,8 @@ from typing import Any
 
 from diloco_common.errors import ConfigError, did_you_mean, shown
 from diloco_planner.chips import PRESETS, Failures, Island
-from diloco_planner.plans import LearnerPlan, Link, RunOutcome, ShardPlan
-from diloco_planner.sections import FAILING, LEARNERS_MAX, SECTIONS, Keys, line_of
+from diloco_planner.plans import LearnerPlan, Link, ShardPlan
+from diloco_planner.sections import FAILING, LEARNERS_MAX, SECTIONS
 
 FLAGS = {
     "--learners": "learners", "--chips": "chips", "--step-time": "step_time", "--tokens-per-step": "tokens_per_step",
@@ -99,7 +98,7 @@ class Described:
                 v.get("up", link.up), v.get("down", v.get("up", link.down)), v.get("round_trip", link.round_trip_s)
             ),
             step_s=v.get("step_time", template.step_s), noise=v.get("noise", template.noise),
-            failures=replace(template.failures, **_failing(v)), begins_s=v.get("begins", 0.0),
+            failures=replace(template.failures, **_failing(v)),
             tokens_per_step=v.get("tokens_per_step", template.tokens_per_step), site=site.name,
             is_home=site.name == self.shards_at,
         )  # fmt: skip
@@ -119,18 +118,6 @@ class Described:
         pulls = site.learners if site.mirror else 1
         return site.price_egress_gb + home.price_ingress_gb, (home.price_egress_gb + site.price_ingress_gb) / pulls
 
-    def bill(self, learners: Sequence[LearnerPlan], outcome: RunOutcome) -> Bill | None:
-        """None if the file has no prices."""
-        if not self.date:
-            return None
-        chips = egress = 0.0
-        for plan, one in zip(learners, outcome.learners, strict=True):
-            up, down = self.per_gb(plan)
-            chips += self.chips_hour(plan) * plan.there_s(3600 * outcome.hours) / 3600
-            egress += one["sent_gb"] * up + one["taken_gb"] * down
-        shards = self.price_shard_hour * (self.shards.count or 1) * outcome.hours
-        return Bill(outcome.hours, chips, shards, egress, self.currency, self.date)
-
     @property
     def home(self) -> Site | None:
         """The site of the shards, which pays for their egress."""
@@ -144,31 +131,8 @@ class Described:
         return {site.name: site for site in self.sites}
 
 
-@dataclass(frozen=True)
-class Bill:
-    """The cost of this many hours. Every price is the user's, with its date."""
-
-    hours: float
-    chips: float
-    shards: float
-    egress: float
-    """Cost of contributions that leave the learners' sites, and of versions that leave the shards' site."""
-    currency: str
-    date: str
-
-    @property
-    def total(self) -> float:
-        return self.chips + self.shards + self.egress
-
-    def __str__(self) -> str:
-        return (
-            f"{f'{self.total:,.0f} {self.currency}'.strip()}: chips {self.chips:,.0f}, egress {self.egress:,.0f}, "
-            f"shards {self.shards:,.0f} (prices of {self.date})"
-        )
-
-
 def read(path: Path) -> Described:
-    """Raises ConfigError, with file:line, what is wrong and what to do."""
+    """Raises ConfigError, with what is wrong and what to do."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -178,64 +142,58 @@ def read(path: Path) -> Described:
     try:
         tree = tomllib.loads(text)
     except ValueError as error:  # TOMLDecodeError, and a number with thousands of digits
-        found = re.search(r"line (\d+)", str(error))
-        line = found[1] if found else len(text.splitlines())
-        raise ConfigError(f"{path}:{line}: this is no TOML: {error}; put texts in quotes, one key per line") from None
-    return _File(path, text, tree).described()
+        raise ConfigError(f"{path}: this is no TOML: {error}; put texts in quotes, one key per line") from None
+    return _File(path, tree).described()
 
 
 @dataclass(frozen=True)
 class _File:
     path: Path
-    text: str
     tree: dict[str, Any]
 
-    def wrong(self, keys: Keys, what: str, do: str) -> ConfigError:
-        return ConfigError(f"{self.path}:{line_of(self.text, keys)}: {what}; {do}")
+    def wrong(self, where: str, what: str, do: str) -> ConfigError:
+        return ConfigError(f"{self.path}: {where}: {what}; {do}")
 
     def described(self) -> Described:
         for name, value in self.tree.items():
             if name not in SECTIONS:
-                raise self.wrong([name], f"there is no section {name}", _one_of(SECTIONS, name))
+                raise self.wrong(name, "there is no such section", _one_of(SECTIONS, name))
             tables = value if name == "site" else [value]
             if not isinstance(tables, list) or not tables or not all(isinstance(one, dict) for one in tables):
                 how = "[[site]] once per site" if name == "site" else f"[{name}] once"
-                raise self.wrong([name], f"{name} is written otherwise", f"write {how}")
+                raise self.wrong(name, "it is written otherwise", f"write {how}")
         sites = self._sites()
-        shards, failures, prices = (self._section([name]) for name in ("shards", "failures", "prices"))
+        shards, failures, prices = (
+            self._section(name, name, self.tree.get(name, {})) for name in ("shards", "failures", "prices")
+        )
         at, preset = shards.get("site", ""), failures.pop("preset", Described.preset)
         if at and at not in {site["name"] for site in sites}:
-            raise self.wrong(["shards", "site"], f"there is no site {at}", "name one of the sites of this file")
+            raise self.wrong("shards", f"there is no site {at}", "name one of the sites of this file")
         if preset not in PRESETS:
-            raise self.wrong(["failures", "preset"], f"there is no preset {preset}", _one_of(PRESETS, preset))
-        self._check_prices(sites, shards, prices)
+            raise self.wrong("failures", f"there is no preset {preset}", _one_of(PRESETS, preset))
+        if "date" not in prices and any(key.startswith("price_") for table in (*sites, shards) for key in table):
+            raise self.wrong("prices", "they have no date", "write [prices] with date = 2026-05-01: they change")
         return Described(
             tuple(_site(one) for one in sites),
             preset,
             _failing(failures),
             ShardPlan(
                 shards.get("count"), shards.get("merge", 8 * ShardPlan.merge_bytes_s) / 8,
-                shards.get("disk", math.inf) / 8, shards.get("restart_every", math.inf), shards.get("restart", 60.0),
+                shards.get("disk", math.inf) / 8,
             ),
             at, shards.get("price_hour", 0.0), prices.get("currency", ""), prices.get("date", ""),
             self._idle(_of_every(sites), shards),
         )  # fmt: skip
 
     def _sites(self) -> list[dict[str, Any]]:
-        sites, learners = [self._section(["site", i]) for i in range(len(self.tree.get("site", ())))], 0
+        sites = [self._section("site", f"site {i}", table) for i, table in enumerate(self.tree.get("site", ()), 1)]
         for i, site in enumerate(sites):
             if "name" not in site:
-                raise self.wrong(["site", i], "the site has no name", 'write name = "oregon" below it')
-            name = site["name"]
-            if any(other["name"] == name for other in sites[:i]):
-                raise self.wrong(["site", i, "name"], f"there is a site {name} above", "give it another name")
-            learners += site.get("learners", 1)
-            if learners > LEARNERS_MAX:
-                raise self.wrong(
-                    ["site", i],
-                    f"with {name} there are {learners:,} learners",
-                    f"write {LEARNERS_MAX:,} in all at most",
-                )
+                raise self.wrong(f"site {i + 1}", "it has no name", 'write name = "oregon" below it')
+            if any(other["name"] == site["name"] for other in sites[:i]):
+                raise self.wrong(f"site {i + 1}", f"there is a site {site['name']} above", "give it another name")
+        if (learners := sum(site.get("learners", 1) for site in sites)) > LEARNERS_MAX:
+            raise self.wrong("site", f"there are {learners:,} learners", f"write {LEARNERS_MAX:,} in all at most")
         return sites
 
     def _idle(self, of_every: Container[str], shards: Container[str]) -> dict[str, str]:
@@ -246,35 +204,23 @@ class _File:
             if key in keys
         }
 
-    def _check_prices(self, sites: list[dict[str, Any]], shards: dict[str, Any], prices: dict[str, Any]) -> None:
-        tables: list[tuple[Keys, dict[str, Any]]] = [(["site", i], site) for i, site in enumerate(sites)]
-        at = [[*keys, k] for keys, v in [*tables, (["shards"], shards)] for k in v if k.startswith("price_") and v[k]]
-        if at and "date" not in prices:
-            where = ["prices"] if "prices" in self.tree else at[0]
-            raise self.wrong(where, "prices have no date", "write [prices] with date = 2026-05-01: they change")
-        if "date" in prices and not sites:
-            raise self.wrong(["prices"], "there are prices and no site", "write a [[site]]")
-
-    def _section(self, keys: Keys) -> dict[str, Any]:
-        """The checked values of a table; empty if there is none."""
-        table: Any = self.tree
-        for key in keys:
-            table = table.get(key, {}) if isinstance(table, dict) else table[key]
-        name, found = str(keys[0]), {}
+    def _section(self, name: str, where: str, table: Mapping[str, Any]) -> dict[str, Any]:
+        """The checked values of a table."""
+        found = {}
         for key, value in table.items():
             if key not in SECTIONS[name]:
-                raise self.wrong([*keys, key], f"{name} has no {key}", _one_of(SECTIONS[name], key))
+                raise self.wrong(where, f"there is no key {key}", _one_of(SECTIONS[name], key))
             parse, words = SECTIONS[name][key]
             try:
                 found[key] = parse(value)
             except (ValueError, TypeError, OverflowError):
-                raise self.wrong([*keys, key], f"{key} is {shown(value)}", f"write {words}") from None
+                raise self.wrong(where, f"{key} is {shown(value)}", f"write {words}") from None
         return found
 
 
 def _failing(values: Mapping[str, Any]) -> dict[str, float]:
     """The values for `Failures` in a section."""
-    return {key if key == "slow_pace" else f"{key}_s": value for key, value in values.items() if key in FAILING}
+    return {f"{key}_s": value for key, value in values.items() if key in FAILING}
 
 
 def _site(values: Mapping[str, Any]) -> Site:

@@ -1,4 +1,4 @@
-"""`diloco plan` and `diloco plan memory`: their flags, and their output: the plan, formulas, settings to paste."""
+"""`diloco plan`: its flags, and its output: the plan, formulas, settings to paste."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from diloco_common import formulas, units
-from diloco_common.command import new_app
 from diloco_common.errors import ConfigError
 from diloco_common.formulas import BITS, LINK_SHARE
 from diloco_common.options import Json, number, refuse_idle
 from diloco_common.wire.bounds import FRAGMENTS_MAX
 from diloco_planner.chips import Island
-from diloco_planner.choice import INSIDE, Choice, Encodings, PlannedRun, choose, link_words
+from diloco_planner.choice import INSIDE, Choice, PlannedRun, choose, link_words
 from diloco_planner.described import Described, read
 from diloco_planner.plans import LEARNERS, LearnerPlan, Link, refuse_restless
 from diloco_planner.proposed import PlannedTask
-from diloco_planner.table import figures, learner_figures, lines_of, process_figures, settings_of, toml
+from diloco_planner.table import figures, learner_figures, lines_of, settings_of, toml
 from diloco_planner.weigh import Weighed, weigh
 
 
@@ -119,6 +118,10 @@ class LearnersOptions:
         float | None, Parameter(converter=_SECONDS, metavar="1s", help="of one inner step", show_default="1s")
     ] = None
 
+    ranks: Annotated[
+        int, Parameter(converter=_WHOLE, metavar="R", help="ranks of a learner that is an island (FSDP2)")
+    ] = 1
+
     @property
     def link(self) -> Link:
         up = self.up or USUAL.up
@@ -206,10 +209,6 @@ class SitesOptions:
         return weigh(task, asked)
 
 
-app = new_app("plan", "Settings and sizes of a run: from the model, the learners and their links.")
-
-
-@app.default
 def plan(
     *,
     size: SizeOptions = SizeOptions(),
@@ -223,7 +222,7 @@ def plan(
     """
     described = at.described(_given(who) | _given(where))
     asked = PlannedRun(
-        size.count, who.learners or LEARNERS, who.link, who.step_time or LearnerPlan.step_s, **vars(where)
+        size.count, who.learners or LEARNERS, who.link, who.step_time or LearnerPlan.step_s, who.ranks, **vars(where)
     )
     weighed = None if described is None else at.weighed(described, asked)
     asked, choice = (asked, choose(asked)) if weighed is None else (weighed.asked, weighed.choice)
@@ -254,35 +253,6 @@ def _print(asked: PlannedRun, choice: Choice, weighed: Weighed | None) -> None:
     print("\n".join(["", "figures, at these settings:", *lines_of(rows)]))
     title = "settings" if weighed is None or weighed.is_ours else "settings, where you train decoupled all the same"
     print(f"\n{title} (run.toml):\n\n{toml(settings_of(asked, choice))}", end="")
-
-
-@app.command(help="what one process of a learner holds, on one GPU or as a rank of an island")
-def memory(
-    *,
-    size: SizeOptions = SizeOptions(),
-    ranks: Annotated[
-        int, Parameter(converter=_WHOLE, metavar="R", help="ranks of the island (FSDP2); 1: no island")
-    ] = 1,
-    push: Annotated[str, Parameter(metavar="ENCODING", help="of contributions")] = "int8",
-    pull: Annotated[str, Parameter(metavar="ENCODING", help="of versions")] = "bfloat16",
-    fragments: Annotated[int, Parameter(converter=_WHOLE, metavar="P", help="fragments")] = 24,
-    under_way: Annotated[
-        int, Parameter(converter=_WHOLE, metavar="N", help="fragments under way at once; `diloco plan` says how many")
-    ] = 2,
-    json: Json = False,
-) -> int:
-    """Say how much memory one process of a learner takes, with the formulas."""
-    for encoding in (push, pull):
-        if encoding not in BITS:
-            raise ConfigError(f"there is no encoding {encoding}; choose one of {', '.join(BITS)}")
-    count = size.count
-    rows = process_figures(count, Encodings(push, pull), fragments, min(under_way, fragments), ranks)
-    if json:
-        print(dumps([row._asdict() for row in rows], indent=2))
-        return 0
-    print(f"each of {ranks} rank{'s' * (ranks > 1)} of a learner with {units.count(count)} parameters:")
-    print("\n".join(lines_of(rows)))
-    return 0
 
 
 def _said(asked: PlannedRun, choice: Choice) -> Iterator[str]:

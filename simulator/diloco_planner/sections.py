@@ -1,13 +1,9 @@
-"""The format of a file of sites: the keys of each section, how each value is read, errors for wrong ones, and where in
-the file they are.
-"""
+"""The format of a file of sites: the keys of each section, and how each value is read."""
 
 from __future__ import annotations
 
 import re
-import tomllib
-from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import date
 from typing import Any
 
@@ -80,7 +76,7 @@ _PRICE = _of(float, 0, 1e9, "a price from 0")
 
 FAILING: Mapping[str, tuple[Parse, str]] = {
     "mtbi": _SOME_TIME, "repair": _TIME, "loss": _TIME, "join": _TIME, "restart": _TIME, "checkpoint": _SOME_TIME,
-    "slow_every": _SOME_TIME, "slow_pace": _SHARE, "slow_for": _TIME, "preempt_every": _SOME_TIME, "preempt_for": _TIME,
+    "preempt_every": _SOME_TIME, "preempt_for": _TIME,
     "notice": _TIME,
 }  # fmt: skip
 """Keys for `Failures`, allowed for all sites together and for a single site."""
@@ -89,51 +85,17 @@ SITE: Mapping[str, tuple[Parse, str]] = {
     "chips": _WHOLE, "slice": _WHOLE, "spares": _SPARES,
     "elastic": (_flag, "true or false"), "mirror": (_flag, "true or false"),
     "step_time": _SOME_TIME, "noise": _SHARE, "up": _RATE, "down": _RATE,
-    "round_trip": _DELAY, "begins": _TIME, "tokens_per_step": _TOKENS,
+    "round_trip": _DELAY, "tokens_per_step": _TOKENS,
     "memory": _BYTES,
     "price_chip_hour": _PRICE, "price_egress_gb": _PRICE, "price_ingress_gb": _PRICE,
     **FAILING,
 }  # fmt: skip
 FAILURES = {"preset": (_text, f"one of {', '.join(PRESETS)}"), **FAILING}
 SHARDS: Mapping[str, tuple[Parse, str]] = {
-    "count": _COUNT, "site": (_text, "the name of a site"), "merge": _RATE, "disk": _RATE, "restart_every": _SOME_TIME,
-    "restart": _TIME, "price_hour": _PRICE,
+    "count": _COUNT, "site": (_text, "the name of a site"), "merge": _RATE, "disk": _RATE,
+    "price_hour": _PRICE,
 }  # fmt: skip
 PRICES: Mapping[str, tuple[Parse, str]] = {
     "currency": (_text, "a name in quotes, such as \"USD\""), "date": (_date, "a date without quotes: 2026-05-01"),
 }  # fmt: skip
 SECTIONS = {"site": SITE, "failures": FAILURES, "shards": SHARDS, "prices": PRICES}
-
-
-Keys = Sequence[str | int]
-"""A path from the top: section, index of the table in a list of tables, key."""
-
-
-def line_of(text: str, keys: Keys) -> int:
-    """The line where the statement with this key begins. `text` must be TOML that has it."""
-    lines = text.replace("\r\n", "\n").split("\n")
-
-    def is_there(end: int) -> bool:
-        """Whether the first `end` lines, with the rest of their last statement, have the key."""
-        while (tree := _parsed(lines[:end])) is None:
-            end += 1
-        return _has(tree, keys)
-
-    return 1 + bisect_left(range(1, len(lines) + 1), True, key=is_there)
-
-
-def _parsed(lines: Sequence[str]) -> Any:
-    """None if the lines end in the middle of a statement."""
-    try:
-        return tomllib.loads("\n".join(lines))
-    except tomllib.TOMLDecodeError:
-        return None
-
-
-def _has(tree: Any, keys: Keys) -> bool:
-    for key in keys:
-        try:
-            tree = tree[key]
-        except (KeyError, IndexError, TypeError):
-            return False
-    return True

@@ -1,4 +1,4 @@
-"""`diloco simulate`: one question to the planner, and its whole answer: the run of the cores, other ways, costs.
+"""`diloco simulate`: one question to the planner, and its whole answer: the run of the cores, and other ways.
 
 Imports no torch before it runs, so help is fast.
 """
@@ -9,7 +9,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property, partial
 from json import dumps
 from pathlib import Path
@@ -25,8 +25,8 @@ from diloco_common.settings import Settings
 from diloco_common.wire.calls import SAY_EVERY_S
 from diloco_planner.chips import Island
 from diloco_planner.choice import FULL
-from diloco_planner.described import Bill, Described, read
-from diloco_planner.plans import LEARNERS, LearnerPlan, RunOutcome, refuse_endless
+from diloco_planner.described import Described, read
+from diloco_planner.plans import LEARNERS, LearnerPlan, RunOutcome, ShardPlan, refuse_restless
 from diloco_planner.ways import Sent, baselines
 
 _CHIPS = number(units.whole, 1, 1e9, "a number of chips, such as 4096 or 1.2e6")
@@ -69,7 +69,7 @@ class FleetOptions:
         float | None, Parameter(converter=_STEP, metavar="1s", help="of one inner step", show_default="1s")
     ] = None
     links: Annotated[
-        Path | None, Parameter(metavar="FILE.toml", help="sites, links, failures, shards and prices (docs/planner.md)")
+        Path | None, Parameter(metavar="FILE.toml", help="sites, links, failures and shards (docs/planner.md)")
     ] = None
 
     def described(self) -> Described:
@@ -121,35 +121,19 @@ def simulate(
     """
     described = who.described()
     plans, settings = who.plans(described), sync.settings()
-    refuse_endless(settings.sync, plans, described.shards, 3600 * hours)
-    late = max(plans, key=lambda plan: plan.begins_s)
-    if late.begins_s >= 3600 * hours:
+    refuse_restless(plans, 3600 * hours)
+    if (described.shards.count or 1) > settings.sync.fragments:
         raise ConfigError(
-            f"{late.name} begins after {late.begins_s / 3600:g} hours, and {hours:g} are simulated; "
-            "ask for more --hours"
+            f"{who.links}: {described.shards.count} shards are too many for {settings.sync.fragments} fragments: each "
+            "has to own one; ask for more --fragments, or write a smaller count"
         )
-    _check_shards(described, settings.sync.fragments, who.links)
     most = settings.sync.quorum
     if most != "all" and most > len(plans):
         raise ConfigError(f"--quorum {most}: there are {len(plans)} learners; ask for so many at most, or for all")
     told = SimulationProgress(3600 * hours, partial(print, file=sys.stderr, flush=True))
-    found = Run(settings, params, tuple(plans), described, hours, seed).carry_out(told)
+    found = Run(settings, params, tuple(plans), described.shards, hours, seed).carry_out(told)
     print(dumps(found.as_json(), indent=2) if json else "\n".join(found.lines()))
     return 0
-
-
-def _check_shards(described: Described, fragments: int, links: Path | None) -> None:
-    count = described.shards.count
-    if described.price_shard_hour and count is None:
-        raise ConfigError(
-            f"{links}: shards have a price, and nobody says how many there are; write count = 2 in [shards] "
-            "(`diloco plan --sites` proposes a number)"
-        )
-    if (count or 1) > fragments:
-        raise ConfigError(
-            f"{links}: {count} shards are too many for {fragments} fragments: each has to own one; "
-            "ask for more --fragments, or write a smaller count"
-        )
 
 
 # ---------------------------------------------------------------- the question
@@ -160,7 +144,7 @@ class Run:
     settings: Settings
     params: float
     learners: Sequence[LearnerPlan]
-    described: Described
+    shards: ShardPlan
     hours: float
     seed: int = 0
 
@@ -177,11 +161,10 @@ class Run:
 
         torch.set_num_threads(1)
         began, until = time.perf_counter(), self.hours * 3600
-        world = PlannedWorld(self.settings, self.params, self.learners, self.described.shards, until, self.seed)
+        world = PlannedWorld(self.settings, self.params, self.learners, self.shards, until, self.seed)
         outcome = world.run(told)
         others = baselines(self.learners, self.sent, until, self.seed)
-        bill = self.described.bill(self.learners, outcome)
-        return SimulatedRun(self, outcome, others, bill, time.perf_counter() - began)
+        return SimulatedRun(self, outcome, others, time.perf_counter() - began)
 
 
 class SimulationProgress:
@@ -216,14 +199,12 @@ class SimulatedRun:
     asked: Run
     outcome: RunOutcome
     baselines: dict[str, float]
-    bill: Bill | None
-    """None if the file has no prices."""
     wall_s: float
 
     def as_json(self) -> dict[str, Any]:
         """All results; figures are rounded to meaningful digits."""
         o, learners = self.outcome, self.asked.learners
-        answer: dict[str, Any] = {
+        return {
             "goodput": round(o.goodput, 4), "uptime": round(o.uptime, 4), "rounds": o.rounds,
             "participants_mean": round(o.participants_mean, 3), "tokens_share_merged": round(o.tokens_share_merged, 4),
             "gbit_per_learner_up": round(o.gbit_per_learner_up, 4),
@@ -235,9 +216,6 @@ class SimulatedRun:
             "fragments_decided": o.decided, "chips": sum(plan.island.chips for plan in learners),
             "learners": len(learners),
         }  # fmt: skip
-        if self.bill is not None:
-            answer["money"] = asdict(self.bill) | {"total": self.bill.total}
-        return answer
 
     def lines(self) -> Iterator[str]:
         """All results as a table."""
@@ -266,8 +244,6 @@ class SimulatedRun:
             rows["shards busy"] = f"{100 * o.shards_busy:.0f} % of the time"
         if o.shards_busy > FULL:
             rows["shards busy"] += ": versions are late; write a larger count in [shards]"
-        if self.bill is not None:
-            rows["money"] = str(self.bill)
         for name, words in rows.items():
             yield f"  {name:<24} {words}"
         yield ""

@@ -8,9 +8,8 @@ from typing import NamedTuple
 
 from diloco_common import formulas, units
 from diloco_common.formulas import BITS
-from diloco_common.settings import EVERY_LEAST, EVERY_MOST, OVERLAP_STEPS
-from diloco_planner.choice import TRAINING_BYTES, Choice, Encodings, PlannedRun, calls_of, written_of
-from diloco_server.core.every import Measured, carried
+from diloco_common.settings import OVERLAP_STEPS
+from diloco_planner.choice import TRAINING_BYTES, Choice, PlannedRun, calls_of, written_of
 
 
 class PlanFigure(NamedTuple):
@@ -55,30 +54,12 @@ def _link(asked: PlannedRun, choice: Choice) -> Iterator[PlanFigure]:
         "a fragment, there and back", _fragment_s(asked, choice), "s",
         "N/P x push / up + N/P x pull / down + 2 round trips", wan,
     )  # fmt: skip
-    yield PlanFigure(
-        'H with `sync.sync_every = "auto"`', auto_every(asked, choice), "", "what goes round in H steps, with room", wan
-    )
     whole, words = (2 * asked.params, "2 N") if asked.companions_every else (asked.params, "N")
     yield PlanFigure("a start: the whole model", whole * 16 / link.down, "s", f"{words} x 16 bits / down", wan)
     moved = formulas.bytes_rate(n, push, pull, asked.learners, every, asked.step_s) / choice.shards
     yield PlanFigure(
         "a shard's link, both ways together", 8 * moved, "bit/s", f"L {moves} (push + pull) bits / (H t S)", wan
     )
-
-
-def auto_every(asked: PlannedRun, choice: Choice) -> int:
-    """The H that a shard's own rule would choose if nothing is late. All shards share the link of a learner."""
-    push, pull = BITS[choice.encodings.push], BITS[choice.encodings.pull]
-    link, owned = asked.link, asked.params_moved / choice.shards
-    merged_bytes = owned * (asked.learners * push + pull) / 8
-    carries = carried(Measured(
-        asked.step_s,
-        push_s=asked.params_moved * push / link.up,
-        pull_s=asked.params_moved * pull / link.down + choice.fragments / choice.shards * link.round_trip_s,
-        shard_s=merged_bytes / asked.merge,
-        round_s=_fragment_s(asked, choice),
-    ))  # fmt: skip
-    return min(max(carries, EVERY_LEAST), EVERY_MOST)
 
 
 def _fragment_s(asked: PlannedRun, choice: Choice) -> float:
@@ -126,38 +107,23 @@ def _more(asked: PlannedRun) -> str:
 
 
 def learner_figures(asked: PlannedRun, choice: Choice) -> list[PlanFigure]:
-    """What a learner's process holds, if it is not an island. Imports torch."""
+    """What a learner's process holds, or one rank of an island (FSDP2), by `sizes.py`. Imports torch."""
     encodings = choice.encodings
     waits_s = _fragment_s(asked, choice) + OVERLAP_STEPS * asked.step_s
     apart_s = choice.every * asked.step_s / choice.fragments  # between the rounds of two fragments
     under_way = min(choice.fragments, max(1, math.ceil(waits_s / apart_s)))
-    return process_figures(
-        asked.params, encodings, choice.fragments, under_way, companions=asked.companions_every is not None
-    )
 
-
-def process_figures(
-    params: float, encodings: Encodings, fragments: int, under_way: int, ranks: int = 1,
-    *, companions: bool = False,
-) -> list[PlanFigure]:  # fmt: skip
-    """What one process of a learner holds, by `sizes.py`. Imports torch.
-
-    Args:
-        params: of the whole model.
-        under_way: fragments whose contribution or version is under way at once.
-        companions: whether its momentum is averaged.
-        ranks: over which the parameters of an island are spread (FSDP2); 1: none.
-    """
     from diloco_common.codec import get_codec
-    from diloco_planner.sizes import Share, learner_bytes
+    from diloco_planner.sizes import learner_bytes
 
-    each = max(1, round(params / fragments / ranks))
-    model = [Share(each, each)] * fragments
+    each = max(1, round(asked.params / choice.fragments / asked.ranks))
+    companions = asked.companions_every is not None
     found = learner_bytes(
-        model, push=encodings.push, pull=encodings.pull, under_way=under_way, companions=model if companions else ()
-    )
+        each, choice.fragments, push=encodings.push, pull=encodings.pull, under_way=under_way,
+        companions=choice.fragments * companions,
+    )  # fmt: skip
     snapshot = get_codec(encodings.push).progress_dtype.itemsize
-    sizes, held = "diloco_planner/sizes.py", "n" if ranks == 1 else f"n = N / {ranks}"
+    sizes, held = "diloco_planner/sizes.py", "n" if asked.ranks == 1 else f"n = N / {asked.ranks}"
     return [
         PlanFigure(
             "kept by diloco: anchors, residuals", found.kept, "bytes",

@@ -1,6 +1,6 @@
-"""Four ways to train on the same chips: data-parallel with restarts or elastic, synchronous DiLoCo, and decoupled.
+"""Three other ways to train on the same chips: data-parallel with restarts or elastic, and synchronous DiLoCo.
 
-The first three use the islands of `chips.py`. How much each sends decides how long a step waits for its link.
+They use the islands of `chips.py`. How much each sends decides how long a step waits for its link.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from diloco_planner.chips import Away, Failures, Island, island_timeline, preemptions
+from diloco_planner.chips import Failures, Island, island_timeline, preemptions
 from diloco_planner.plans import LearnerPlan
 
 SPARES_ENOUGH = 10**9
@@ -41,7 +41,11 @@ def data_parallel(learners: Sequence[LearnerPlan], sent: Sent, until: float, see
     away, the others go on without its tokens."""
     island, failures = together(learners, elastic=elastic)
     tokens = sum(plan.tokens_per_step for plan in learners)
-    away = [gone for plan in learners for gone in _away(plan, plan.tokens_per_step / tokens, until, seed)]
+    away = [  # the same preemptions as in every other way
+        gone
+        for plan in learners
+        for gone in preemptions(plan.failures, until, plan.chance(seed), plan.tokens_per_step / tokens)
+    ]
     line = island_timeline(island, failures, until, random.Random(f"dp {elastic} {seed}"), away)
     trained = tokens * max(0.0, line.goodput) * until / in_step_s(learners, sent)
     return trained / _ideal(learners, until)
@@ -56,25 +60,12 @@ def together(learners: Sequence[LearnerPlan], *, elastic: bool) -> tuple[Island,
         chips, chips / sum(plan.island.slices for plan in learners),
         spares=sum(plan.island.spares for plan in learners) if own else SPARES_ENOUGH, elastic=elastic,
     )  # fmt: skip
-    often = {
-        name: sum(plan.island.chips / getattr(plan.failures, name) for plan in learners) / chips
-        for name in ("mtbi_s", "slow_every_s")
-    }
-    every = {name: 1 / per_s if per_s else math.inf for name, per_s in often.items()}
+    mtbi_s = chips / sum(plan.island.chips / plan.failures.mtbi_s for plan in learners)
     longest = {
         name: max(getattr(plan.failures, name) for plan in learners)
-        for name in ("repair_s", "loss_s", "join_s", "restart_s", "checkpoint_s", "slow_for_s")
+        for name in ("repair_s", "loss_s", "join_s", "restart_s", "checkpoint_s")
     }
-    slow_pace = min(plan.failures.slow_pace for plan in learners)
-    return island, replace(learners[0].failures, slow_pace=slow_pace, **every, **longest)
-
-
-def _away(plan: LearnerPlan, share: float, until: float, seed: int) -> Iterator[Away]:
-    """When a learner is away: the same preemptions as in every other way."""
-    if plan.begins_s:
-        yield Away(0.0, plan.begins_s, share)
-    for gone in preemptions(plan.failures, plan.there_s(until), plan.chance(seed), share):
-        yield replace(gone, begins_s=plan.begins_s + gone.begins_s, ends_s=plan.begins_s + gone.ends_s)
+    return island, replace(learners[0].failures, mtbi_s=mtbi_s, **longest)
 
 
 def in_step_s(learners: Sequence[LearnerPlan], sent: Sent) -> float:
@@ -105,17 +96,15 @@ def synchronous(learners: Sequence[LearnerPlan], sent: Sent, until: float, seed:
         sent.params * (sent.push_bits / link.up + sent.pull_bits / link.down) + 2 * link.round_trip_s
         for link in (plan.to_shards for plan in learners)
     )
-    now, trained = min(plan.begins_s for plan in learners), 0.0
+    now = trained = 0.0
     while now < until:
         ends = now
         for plan, line in zip(learners, lines, strict=True):
-            if plan.begins_s > now:
-                continue
             noise = plan.noise * math.sqrt(sent.every) * chance.gauss(0, 1)
             steps_s = max(0.05, sent.every + noise) * plan.step_s
-            begun = line.work_at(now - plan.begins_s)
-            ends = max(ends, plan.begins_s + line.at_work(begun + steps_s))
-            done = min(begun + steps_s, line.work_at(plan.there_s(until)))
+            begun = line.work_at(now)
+            ends = max(ends, line.at_work(begun + steps_s))
+            done = min(begun + steps_s, line.work_at(until))
             steps = (line.trained_at(done) - line.trained_at(begun)) / steps_s * sent.every
             trained += steps * plan.tokens_per_step
         now = ends + waits_s
@@ -124,7 +113,7 @@ def synchronous(learners: Sequence[LearnerPlan], sent: Sent, until: float, seed:
 
 def _ideal(learners: Sequence[LearnerPlan], until: float) -> float:
     """Tokens of learners whose chips never fail."""
-    return sum(plan.tokens_per_step * plan.there_s(until) / plan.step_s for plan in learners) or math.inf
+    return sum(plan.tokens_per_step * until / plan.step_s for plan in learners)
 
 
 def baselines(learners: Sequence[LearnerPlan], sent: Sent, until: float, seed: int) -> dict[str, float]:
@@ -134,19 +123,3 @@ def baselines(learners: Sequence[LearnerPlan], sent: Sent, until: float, seed: i
         "dp_elastic": data_parallel(learners, sent, until, seed, elastic=True),
         "diloco_sync": synchronous(learners, sent, until, seed),
     }
-
-
-def decoupled(chips: float, learners: int, template: LearnerPlan, hours: float, seed: int) -> float:
-    """Goodput of decoupled training without simulated cores: no learner waits for others, so only chips matter."""
-    island = replace(template.island, chips=chips / learners)
-    lines = [
-        island_timeline(island, template.failures, hours * 3600, random.Random(f"{seed} {chips} {learners} {i}"))
-        for i in range(learners)
-    ]
-    return sum(line.computed for line in lines) / learners
-
-
-def one_island(chips: float, template: LearnerPlan, hours: float, seed: int, *, elastic: bool) -> float:
-    """Goodput of data-parallel training in one place, whose links are fast enough."""
-    island: Island = replace(template.island, chips=chips)
-    return data_parallel([replace(template, island=island)], Sent(0, 0, 0, 1), hours * 3600, seed, elastic=elastic)

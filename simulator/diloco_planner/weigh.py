@@ -16,8 +16,6 @@ from diloco_planner.described import Site
 from diloco_planner.plans import LearnerPlan, Link
 from diloco_planner.proposed import ALIKE, ROOM, PlannedTask, Way, alone, decoupled, parallel
 
-LONGER = 2.0
-"""Sites whose links need an H of unmeasured quality are left out if the others take at most this many times as long."""
 NAMED = 3
 """Most sites that are listed by name; of more, only their number."""
 
@@ -73,9 +71,9 @@ def weigh(task: PlannedTask, base: PlannedRun) -> Weighed:
     able = {plan.site: site for site, plan in task.first_of_each() if task.holds(plan)}
     apart = [alone(task, site, _asked_of(task, base, task.of([name]))) for name, site in able.items()]
     found, whole, thin = _worth_it(task, base, list(able))
-    every_site = whole.named("decoupled, all") if thin else None
+    every_site = replace(whole.ours, name="decoupled, all") if thin and whole.ours is not None else None
     verdict = _verdict_of(task, found.where, found.ours, found.over, apart)
-    because = [verdict.because, *_left_out(task), *_late(task, verdict.way)]
+    because = [verdict.because, *_left_out(task)]
     if found.ours is None and found.over is not None:
         because.append(_too_much(task, base, found.choice))
     if verdict.way in (found.ours, found.over):
@@ -113,18 +111,6 @@ class Together:
             ours = decoupled(task, learners, asked, choice, "decoupled, as chosen", choice.why_every)
         return cls(where, asked, choice, ours, parallel(task, learners, f"data-parallel, {where}"))
 
-    def named(self, name: str) -> Way | None:
-        return None if self.ours is None else replace(self.ours, name=name)
-
-    def is_better_than(self, whole: Together, task: PlannedTask) -> bool:
-        """Whether to leave out the other sites: H has measured quality, and training does not take much longer."""
-        if whole.ours is None or self.ours is None:
-            return self.ours is not None
-        in_time = task.days is None or self.ours.days <= task.days
-        is_paid = task.budget is None or self.ours.money <= task.budget
-        mine, of_all = (way.days - task.begins_days for way in (self.ours, whole.ours))
-        return in_time and is_paid and mine <= LONGER * of_all
-
 
 def _worth_it(task: PlannedTask, base: PlannedRun, sites: Sequence[str]) -> tuple[Together, Together, list[str]]:
     """The sites that should train together, all sites, and those left out because of their links."""
@@ -133,8 +119,10 @@ def _worth_it(task: PlannedTask, base: PlannedRun, sites: Sequence[str]) -> tupl
     thick = [name for name in sites if name not in thin]
     if not thin or len(thick) < 2:
         return whole, whole, []
-    rest = Together.of(task, base, thick)
-    return (rest, whole, thin) if rest.is_better_than(whole, task) else (whole, whole, [])
+    rest = Together.of(task, base, thick)  # with an H of measured quality
+    if rest.ours is not None and (whole.ours is None or task.allows(rest.ours)):
+        return rest, whole, thin
+    return whole, whole, []
 
 
 def _asked_of(task: PlannedTask, base: PlannedRun, learners: Sequence[LearnerPlan]) -> PlannedRun:
@@ -161,11 +149,6 @@ def _every_of(task: PlannedTask, base: PlannedRun, site: str) -> int:
 
 # ---------------------------------------------------------------- the recommendation
 
-SLOWER = 1.1
-"""Without a deadline, one site is enough if it takes at most this many times as long as all."""
-SOME = 0.01
-"""Least goodput of a way that trains anything at all."""
-
 
 class PlanVerdict(NamedTuple):
     words: str
@@ -176,9 +159,9 @@ class PlanVerdict(NamedTuple):
 
 def _verdict_of(task: PlannedTask, where: str, ours: Way | None, over: Way | None, apart: Sequence[Way]) -> PlanVerdict:
     """`over`: data-parallel over all links; `apart`: each site alone. None: that way is not possible."""
-    some = [way for way in (ours, over, *apart) if way is not None and way.goodput >= SOME]
+    some = [way for way in (ours, over, *apart) if way is not None and way.goodput > ALIKE]
     if not some:
-        why = f"each has a goodput below {100 * SOME:g} %, by its links or its failures"
+        why = f"each has a goodput below {100 * ALIKE:g} %, by its links or its failures"
         return PlanVerdict("no way works", why)
     quick = [way for way in some if task.days is None or way.days <= task.days]
     if not quick:
@@ -192,9 +175,9 @@ def _verdict_of(task: PlannedTask, where: str, ours: Way | None, over: Way | Non
         return PlanVerdict("no way is within the budget", why)
     ours = ours if ours in cheap else None
     best = ours or min(cheap, key=lambda way: way.days)
-    as_good = over if over is not None and over in cheap and _is_as_good(task, over, best) else None
+    as_good = over if over is not None and over in cheap and _is_as_good(over, best) else None
     rivals = [way for way in (ours, as_good) if way is not None]
-    most = task.begins_days + SLOWER * (best.days - task.begins_days) if task.days is None else task.days
+    most = (1 + ALIKE) * best.days if task.days is None else task.days
     enough = [way for way in apart if way in cheap and way.days <= most]
     site = min(enough, key=lambda way: (way.money, way.days), default=None)
     if site is not None and all(site.money <= way.money for way in rivals):
@@ -227,11 +210,13 @@ def _beside(task: PlannedTask, way: Way, rivals: Sequence[Way]) -> str:
     return f"it needs {' beside '.join(days)}" + (f", for {' beside '.join(prices)}" if task.described.date else "")
 
 
-def _is_as_good(task: PlannedTask, over: Way, best: Way) -> bool:
+def _is_as_good(over: Way, best: Way) -> bool:
     """Whether data-parallel is as good as the best way. As it learns a little more, it may take a little more."""
-    quick = over.days - task.begins_days <= SLOWER * (best.days - task.begins_days)
-    cheap = over.money <= SLOWER * best.money
-    return quick and cheap and over.goodput >= best.goodput - ALIKE
+    return (
+        over.goodput >= best.goodput - ALIKE
+        and over.days <= (1 + ALIKE) * best.days
+        and over.money <= (1 + ALIKE) * best.money
+    )
 
 
 def _days_of(days: float) -> str:
@@ -243,13 +228,6 @@ def _money_of(task: PlannedTask, way: Way) -> str:
 
 
 # ---------------------------------------------------------------- why others take no part
-
-
-def _late(task: PlannedTask, way: Way | None) -> Iterator[str]:
-    """Sites that start only when everything is trained."""
-    begins = [(site.name, plan.begins_s / 86_400) for site, plan in task.first_of_each()]
-    too_late = [(name, days) for name, days in begins if way is not None and days > way.days]
-    return _few([f"{name} comes after {days:,.1f} days, when all is trained" for name, days in too_late])
 
 
 def _left_out(task: PlannedTask) -> Iterator[str]:

@@ -6,7 +6,6 @@ The manifest has the true sizes. Values are one shared empty tensor, and payload
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -18,7 +17,7 @@ from diloco_common.wire.manifest import Manifest, TensorSpec, cut
 from diloco_common.wire.messages import LearnerPolicy, PushHeader
 from diloco_server.core.arithmetic import Published, Values
 from diloco_server.core.fragment import Restored
-from diloco_server.core.record import Record, empty_record
+from diloco_server.core.record import empty_record
 from diloco_server.core.shard import Shard
 from diloco_worker.core.fragment import PendingContribution
 from diloco_worker.core.learner import LearnerCore
@@ -30,16 +29,16 @@ NO_BYTES = cast(Payload, None)
 PUBLISHED = Published(NO_BYTES)
 
 
-def manifest_of(elements: int, fragments: int, shards: int = 1) -> Manifest:
+def manifest_of(elements: int, fragments: int) -> Manifest:
     """A model of equal fragments."""
-    return cut([TensorSpec(f"p{i:04}", (elements,)) for i in range(fragments)], fragments, shards)
+    return cut([TensorSpec(f"p{i:04}", (elements,)) for i in range(fragments)], fragments, 1)
 
 
-def seeded_shard(settings: Settings, manifest: Manifest, epoch: int = 1, kept: Sequence[Record] = ()) -> Shard:
-    """A shard with version 0 of everything, or with the versions it had kept."""
-    shard = Shard(settings, epoch)
-    records = kept or [empty_record(f.fragment_id) for f in manifest.owned_by(settings.shard.index)]
-    shard.versions.restore(manifest, [Restored(record, Values(NOTHING, []), PUBLISHED, not kept) for record in records])
+def seeded_shard(settings: Settings, manifest: Manifest) -> Shard:
+    """A shard with version 0 of everything."""
+    shard = Shard(settings, 1)
+    records = [empty_record(f.fragment_id) for f in manifest.owned_by(settings.shard.index)]
+    shard.versions.restore(manifest, [Restored(record, Values(NOTHING, []), PUBLISHED, True) for record in records])
     return shard
 
 

@@ -51,7 +51,6 @@ from diloco_planner.weightless import (
 )  # fmt: skip
 from diloco_server.core.effects import MergeRound, Tell, TellAll
 from diloco_server.core.membership import Member
-from diloco_server.core.shard import Shard
 from diloco_worker.core.fragment import Lease, PendingContribution
 
 TICKS_PER_STEP = 8
@@ -63,7 +62,7 @@ class PlannedWorld:
 
     def __init__(
         self, settings: Settings, params: float, learners: Sequence[LearnerPlan], shards: ShardPlan, until: float,
-        seed: int, *, decided: int | None = None, budget_tokens: int = 0,
+        seed: int, *, decided: int | None = None,
     ) -> None:  # fmt: skip
         sync = settings.sync
         self.shortest_s = step_s = min(plan.step_s for plan in learners)
@@ -75,31 +74,25 @@ class PlannedWorld:
         if self.stride * step_s > lease.heartbeat_s or until / lease.heartbeat_s * len(learners) > CONTRIBUTIONS_MAX:
             beat = max(lease.heartbeat_s, 10.0, self.stride * step_s)
             lease = LeaseSettings(lease_s=3 * beat, heartbeat_s=beat)
-        run = RunSettings(tokens=budget_tokens)
         most = max(settings.shard.max_learners, 2 * len(learners))
         self.settings = settings.model_copy(update={
-            "sync": sync.model_copy(update={"fragments": self.decided}), "lease": lease, "run": run,
-            "shard": ShardSettings(max_learners=2 * most),
+            "sync": sync.model_copy(update={"fragments": self.decided}), "lease": lease,
+            "run": RunSettings(tokens=0), "shard": ShardSettings(max_learners=2 * most),
         })  # fmt: skip
         self.elements = max(1, round(params / sync.fragments))
         self.manifest = manifest_of(self.elements, self.decided)
         self.plan, self.until, self.now = shards, until, 0.0
         self.headers = Headers(self.manifest, sync.push)
         self.pull_bytes = num_payload_bytes(sync.pull, self.elements)
-        self.chance = random.Random(f"world {seed}")
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
         self._ticking = False
-        self.done_at: float | None = None
-        self.account = Tally()
         alike = [m for m in range(1, self.decided + 1) if self.decided % m == 0 and m <= (shards.count or 0)]
         self._free = [0.0] * max(alike, default=0)  # when each machine of a shard is
         self._merging_s = 0.0
-        self.shard: Shard | None = seeded_shard(self.settings, self.manifest)
+        self.shard = seeded_shard(self.settings, self.manifest)
         self.learners = [PlannedLearner(self, plan, plan.chance(seed)) for plan in learners]
         self._by_name = {learner.plan.name: learner for learner in self.learners}
-        if shards.restart_every_s < math.inf:
-            self.after(self.chance.expovariate((shards.count or 1) / shards.restart_every_s), self._lose_shard)
 
     # ------------------------------------------------------------ time
 
@@ -114,9 +107,9 @@ class PlannedWorld:
     def run(self, told: Callable[[float], None] | None = None) -> RunOutcome:
         """`told` is called now and then with the time."""
         for learner in self.learners:
-            self.at(learner.plan.begins_s, learner.begin)
+            learner.begin()
         handled = 0
-        while self._events and self.done_at is None:
+        while self._events:
             self.now, _, act = heapq.heappop(self._events)
             act()
             handled += 1
@@ -140,20 +133,15 @@ class PlannedWorld:
 
     def _tick(self) -> None:
         self._ticking = False
-        shard = self.shard
-        if shard is None:
-            return
-        shard.tick(self.now)
+        self.shard.tick(self.now)
         self._carry_out()
-        if any(s.round is not None and s.round.contributions for s in shard.versions.phases.collecting.values()):
+        collecting = self.shard.versions.phases.collecting.values()
+        if any(state.round is not None and state.round.contributions for state in collecting):
             self._ticking = True
             self.after(self.shortest_s / TICKS_PER_STEP, self._tick)
 
     def _carry_out(self) -> None:
-        shard = self.shard
-        if shard is None:
-            return
-        for effect in shard.take_effects():
+        for effect in self.shard.take_effects():
             match effect:
                 case Tell(learner_id, generation, directive):
                     self._tell(learner_id, generation, directive)
@@ -161,7 +149,7 @@ class PlannedWorld:
                     for member in members:
                         self._tell(member.learner_id, member.generation, directive)
                 case MergeRound():
-                    self.at(self._merged_at(effect), partial(self._commit, shard, effect))
+                    self.at(self._merged_at(effect), partial(self._commit, effect))
                 case _:
                     pass  # a fact: the ledger has it
 
@@ -182,83 +170,35 @@ class PlannedWorld:
         learner = self._by_name[learner_id]
         self.after(learner.plan.to_shards.round_trip_s / 2, partial(learner.hear, generation, directive))
 
-    def _commit(self, shard: Shard, merge: MergeRound) -> None:
-        if shard is not self.shard:
-            return  # it died before
-        shard.committed(shard.versions.next_record(merge.fragment_id), PUBLISHED, self.now)
-        if shard.done:
-            self.done_at = self.now
+    def _commit(self, merge: MergeRound) -> None:
+        self.shard.committed(self.shard.versions.next_record(merge.fragment_id), PUBLISHED, self.now)
         self.touched()
-
-    def _lose_shard(self) -> None:
-        """Shards fail one at a time. Here they all stop together, because one core decides for all of them."""
-        assert self.shard is not None
-        old, self.shard = self.shard, None
-        self.account = self.account.plus(old)
-        kept = [state.record for state in old.fragments.values()]
-
-        def back() -> None:
-            self.shard = seeded_shard(self.settings, self.manifest, old.epoch + 1, kept)
-            self._ticking = False
-            for learner in self.learners:
-                learner.member = None
-                self.after(self.chance.random(), learner.join)
-            self.after(self.chance.expovariate((self.plan.count or 1) / self.plan.restart_every_s), self._lose_shard)
-
-        self.after(self.plan.restart_s, back)
 
     # ------------------------------------------------------------ what it came to
 
     def _outcome(self, handled: int) -> RunOutcome:
-        ended = self.until if self.done_at is None else self.done_at
-        account = self.account if self.shard is None else self.account.plus(self.shard)
-        trained = sum(one.tokens_at(ended) for one in self.learners)
-        ideal = sum(one.plan.tokens_per_step * one.plan.there_s(ended) / one.plan.step_s for one in self.learners)
-        computing = sum(one.computing_s(ended) for one in self.learners)
+        ended, ledger = self.until, self.shard.ledger
+        paces = [one.plan.tokens_per_step * ended / one.plan.step_s for one in self.learners]
+        trained = sum(pace * one.line.computed for pace, one in zip(paces, self.learners, strict=True))
+        computing = sum(one.line.work_at(ended) for one in self.learners)
         up, down = (sum(getattr(one, way) for one in self.learners) * self.stands_for for way in ("sent", "taken"))
         return RunOutcome(
             hours=ended / 3600,
-            goodput=trained / ideal if ideal else 0.0,
-            uptime=uptime([(one.plan.begins_s, one.line) for one in self.learners], ended),
-            rounds=round(account.rounds * self.stands_for),
-            participants_mean=account.participants / account.rounds if account.rounds else 0.0,
+            goodput=trained / sum(paces),
+            uptime=uptime([one.line for one in self.learners], ended),
+            rounds=round(ledger.rounds * self.stands_for),
+            participants_mean=ledger.participants / ledger.rounds if ledger.rounds else 0.0,
             tokens_trained=trained,
-            tokens_share_merged=account.tokens_merged / self.decided / trained if trained else 0.0,
+            tokens_share_merged=ledger.tokens_merged / self.decided / trained if trained else 0.0,
             gbit_per_learner_up=8e-9 * up / computing if computing else 0.0,
             gbit_per_learner_down=8e-9 * down / computing if computing else 0.0,
-            late_share=account.late / (account.late + account.accepted) if account.accepted else 0.0,
-            shards_busy=self._merging_s / (self.plan.count * ended) if self.plan.count and ended else 0.0,
-            evictions=account.evictions,
-            joins=account.joins,
-            ended_s=ended,
+            late_share=ledger.late / (ledger.late + ledger.accepted) if ledger.accepted else 0.0,
+            shards_busy=self._merging_s / (self.plan.count * ended) if self.plan.count else 0.0,
+            evictions=ledger.evictions.total(),
+            joins=ledger.joins,
             events=handled,
             decided=self.decided,
-            learners=[one.account(self.stands_for) for one in self.learners],
         )  # fmt: skip
-
-
-class Tally(NamedTuple):
-    """Counts of a run, over all epochs of its shard."""
-
-    rounds: int = 0
-    participants: int = 0
-    tokens_merged: int = 0
-    late: int = 0
-    accepted: int = 0
-    evictions: int = 0
-    joins: int = 0
-
-    def plus(self, shard: Shard) -> Tally:
-        ledger = shard.ledger
-        return Tally(
-            self.rounds + ledger.rounds,
-            self.participants + ledger.participants,
-            self.tokens_merged + ledger.tokens_merged,
-            self.late + ledger.late,
-            self.accepted + ledger.accepted,
-            self.evictions + ledger.evictions.total(),
-            self.joins + ledger.joins,
-        )
 
 
 class PlannedPush(NamedTuple):
@@ -316,41 +256,22 @@ class PlannedLearner:
     def _drawn_steps(self) -> tuple[float, float]:
         """Seconds of work of each drawn step, and how many of them are over by now."""
         per_step = (self._end_work - self._begun_work) / (self._end_step - self._begun_step)
-        return per_step, (self._work_at(self.world.now) - self._begun_work) / per_step
-
-    def _when(self, work: float) -> float:
-        return self.plan.begins_s + self.line.at_work(work)
-
-    def _work_at(self, when: float) -> float:
-        return self.line.work_at(when - self.plan.begins_s)
-
-    def tokens_at(self, when: float) -> float:
-        """Tokens trained since the run began."""
-        if when <= self.plan.begins_s:
-            return 0.0
-        return self.line.trained_at(self._work_at(when)) / self.plan.step_s * self.plan.tokens_per_step
-
-    def computing_s(self, until: float) -> float:
-        return self._work_at(until) if until > self.plan.begins_s else 0.0
-
-    def account(self, stands_for: float) -> dict[str, float]:
-        return {"sent_gb": 1e-9 * self.sent * stands_for, "taken_gb": 1e-9 * self.taken * stands_for}
+        return per_step, (self.line.work_at(self.world.now) - self._begun_work) / per_step
 
     def begin(self) -> None:
         self._draw()
         self.join()
         self.world.after(self._chance.random() * self.world.settings.lease.heartbeat_s, self._beat)
         self._schedule()
-        begins_s = self.plan.begins_s
         for begun, ended, says_goodbye in self.line.away:
             if says_goodbye:
-                self.world.at(begins_s + begun, self._say_goodbye)
+                self.world.at(begun, self._say_goodbye)
                 begun = min(begun + LAST_NOTICE_S, ended)
-            self.world.at(begins_s + begun, self._go)
-            self.world.at(begins_s + ended, self._come_back)
+            self.world.at(begun, self._go)
+            self.world.at(ended, self._come_back)
 
     def _schedule(self) -> None:
-        self.world.at(self._when(self._end_work), self._boundary)
+        self.world.at(self.line.at_work(self._end_work), self._boundary)
 
     def _boundary(self) -> None:
         """The drawn steps are over."""
@@ -386,7 +307,7 @@ class PlannedLearner:
         ahead = max(1, math.ceil(done - 1e-9))
         if ahead < steps:
             work = self._begun_work + ahead * per_step
-            self.world.at(self._when(work), partial(self._between, self._begun_step + ahead, work))
+            self.world.at(self.line.at_work(work), partial(self._between, self._begun_step + ahead, work))
 
     def _look_now(self) -> None:
         """The learner has stopped: handle what came between two steps."""
@@ -396,7 +317,7 @@ class PlannedLearner:
     # ------------------------------------------------------------ what it says
 
     def _report(self) -> None:
-        if self.member is None or self.world.shard is None:
+        if self.member is None:
             return
         last = self.core.last_rounds if self._is_leaving else None
         if last is not None and not last and not self.core.unmerged:
@@ -419,7 +340,7 @@ class PlannedLearner:
 
     def join(self) -> None:
         shard, plan = self.world.shard, self.plan
-        if shard is None or self._is_away:
+        if self._is_away:
             return
         asking = JoinRequest(PROTOCOL, f"{plan.name}.{self._process}", self.world.manifest.tensors)
         self.member = shard.join(plan.name, asking, self.world.now)
@@ -453,7 +374,7 @@ class PlannedLearner:
             self._look_now()
 
     def _go(self) -> None:
-        if self._is_leaving and self.member is not None and self.world.shard is not None:
+        if self._is_leaving and self.member is not None:
             self.world.shard.leave(self.member)
             self.world.touched()
         self._is_away, self._is_leaving, self.member = True, False, None
@@ -462,7 +383,7 @@ class PlannedLearner:
         """Another process replaces it."""
         self._is_away = False
         self._fresh()
-        work = self._work_at(self.world.now)
+        work = self.line.work_at(self.world.now)
         self._steps_from = self._begun_step
         self._tokens_from = round(self.line.trained_at(work) / self.plan.step_s * self.plan.tokens_per_step)
         self.join()
@@ -470,12 +391,11 @@ class PlannedLearner:
     # ------------------------------------------------------------ what it hears
 
     def hear(self, generation: int, directive: Directive) -> None:
-        member, shard = self.member, self.world.shard
-        if member is None or shard is None or generation != member.generation:
+        if self.member is None or generation != self.member.generation:
             return
         match directive:
             case Collect():
-                self.core.collect(directive, shard.epoch)
+                self.core.collect(directive, self.world.shard.epoch)
                 self._look_now() if self._is_leaving else self._look_soon()
             case Committed():
                 self._pull(directive.fragment_id)
@@ -485,29 +405,27 @@ class PlannedLearner:
                 pass
 
     def _pull(self, fragment_id: int) -> None:
-        shard = self.world.shard
-        assert shard is not None
-        version = shard.owned(fragment_id).version
         if fragment_id in self._wanted:
             return
-        status = shard.owned(fragment_id).status(self.plan.name)
+        state = self.world.shard.owned(fragment_id)
+        version, status = state.version, state.status(self.plan.name)
         self._wanted[fragment_id] = version
         took = 8 * self.world.pull_bytes / self.plan.to_shards.down
         begins = max(self.world.now, self._free_down) + self.plan.to_shards.round_trip_s
         self._free_down = begins + took * self.world.stands_for
         what = fragment_id, version, status.epoch, status.merged_version, status.forgotten_version
-        self.world.at(begins + took, partial(self._pulled, self._process, shard, what))
+        self.world.at(begins + took, partial(self._pulled, self._process, what))
 
-    def _pulled(self, process: int, shard: Shard, what: tuple[int, int, int, int, int]) -> None:
+    def _pulled(self, process: int, what: tuple[int, int, int, int, int]) -> None:
         self.taken += self.world.pull_bytes
-        if process != self._process or shard is not self.world.shard or self._wanted.pop(what[0], None) is None:
+        if process != self._process or self._wanted.pop(what[0], None) is None:
             return
         self._inbox.append(what)
         if self._is_leaving:
             self._look_now()
         elif what[1] == 0:
             self._look_soon()
-        if shard.owned(what[0]).version > what[1]:
+        if self.world.shard.owned(what[0]).version > what[1]:
             self._pull(what[0])
 
     def _push(self, contribution: PendingContribution) -> None:
@@ -523,7 +441,7 @@ class PlannedLearner:
     def _arrives(self, push: PlannedPush) -> None:
         """The header of a push is at the shard."""
         shard = self.world.shard
-        if shard is None or push.member is not self.member:
+        if push.member is not self.member:
             return
         try:
             shard.check(push.member.learner_id, push.member.generation, self.lease.epoch)
@@ -540,11 +458,10 @@ class PlannedLearner:
     def _lands(self, push: PlannedPush) -> None:
         """All bytes of a push are at the shard."""
         self.sent += push.header.payload.num_bytes
-        shard = self.world.shard
-        if shard is None or push.member is not self.member:
+        if push.member is not self.member:
             return
         try:
-            answer = shard.contribute(push.member, push.header, NO_BYTES, push.norms, self.world.now)
+            answer = self.world.shard.contribute(push.member, push.header, NO_BYTES, push.norms, self.world.now)
         except Refusal:
             return
         self._answer(push, answer)

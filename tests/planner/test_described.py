@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import pytest
 
+from diloco_common.errors import ConfigError
 from diloco_common.program import main
 from diloco_planner.chips import Island
 from diloco_planner.described import read
-from diloco_planner.plans import LearnerPlan, RunOutcome
+from diloco_planner.plans import LearnerPlan
 
 GOOD = """\
 [[site]]
@@ -53,12 +55,12 @@ def test_a_file_gives_a_plan_for_each_learner(tmp_path: Path) -> None:
     assert (plans[0].link.up, plans[0].link.down, plans[2].step_s) == (5e9, 10e9, 1.5)
     assert plans[0].to_shards.up == math.inf, "they are there"
     assert plans[0].failures.mtbi_s == pytest.approx(3.4 * 365.25 * 86_400)
-    accounts = [{"sent_gb": 100.0, "taken_gb": 200.0}] * 3
-    outcome = RunOutcome(10.0, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 36_000, 0, 24, accounts)
-    found = described.bill(plans, outcome)
-    assert found is not None
-    assert (found.chips, found.shards) == (10 * 1000 * (2 + 2 + 3), 20.0)
-    assert found.egress == pytest.approx(100 * 0.1 + 200 * 0.05)  # b is not where the shards are
+    assert [described.chips_hour(plan) for plan in plans] == [2000, 2000, 3000]
+    assert [described.per_gb(plan) for plan in plans] == [
+        (0.0, 0.0),
+        (0.0, 0.0),
+        (0.1, 0.05),
+    ]  # b is not where they are
 
 
 ONE = '[[site]]\nname = "a"\nchips = 64\nstep_time = "2s"\n'
@@ -66,6 +68,23 @@ ONE = '[[site]]\nname = "a"\nchips = 64\nstep_time = "2s"\n'
 
 LINKED = ONE + 'up = "1Gbit"\nround_trip = "9ms"\ntokens_per_step = "2M"\n'
 SHARDS = '[shards]\ncount = 3\ndisk = "1GB"\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (ONE + 'steptime = "2s"', "site 1: there is no key steptime; write one of"),
+        (ONE + ONE, "site 2: there is a site a above; give it another name"),
+        (ONE + 'up = "fast"', "site 1: up is 'fast'; write a rate"),
+        (ONE + "price_chip_hour = 2", "prices: they have no date"),
+        ("[shard]", "shard: there is no such section; write one of site, failures, shards, prices"),
+        ("name = 1 2", "this is no TOML"),
+    ],
+)
+def test_a_wrong_file_is_said_with_its_place(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "sites.toml").write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(f"{tmp_path / 'sites.toml'}: {said}")):
+        read(tmp_path / "sites.toml")
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def planned(
         ([{}, {}], "", "train decoupled, on all sites"),
         ([{"up": "1000Gbit", "egress": 0}, {"up": "1000Gbit", "egress": 0}], "", "use data-parallel training instead"),
         ([{"up": "1000Gbit"}, {"up": "1000Gbit"}], "", "train decoupled, on all sites"),  # its egress is too dear
-        ([{"chips": 512, "learners": 16, "price": 1.0}, {"chips": 8, "price": 40.0}], "", "one site is enough: s0"),
+        ([{"chips": 512, "learners": 64, "price": 1.0}, {"chips": 8, "price": 40.0}], "", "one site is enough: s0"),
         ([{}, {}], "--tokens 1T --days 1", "no way is fast enough"),
         ([{"price": 1.0}, {"price": 9.0}], "--days 30", "one site is enough: s0"),
         ([{}, {"chips": 2}], "", "one site is enough: s0"),

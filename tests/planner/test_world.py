@@ -16,16 +16,16 @@ from diloco_planner.plans import LearnerPlan, Link, RunOutcome, ShardPlan
 from diloco_planner.ways import Sent, baselines
 from diloco_planner.world import PlannedWorld
 
-NEVER, FREE, ONE = Failures(mtbi_s=1e15), Link(), ShardPlan()
+NEVER, FREE = Failures(mtbi_s=1e15), Link()
 
 
 def ran(
     learners: int = 4, hours: float = 0.25, *, failures: Failures = NEVER, chips: float = 1e5, decided: int = 2,
-    params: float = 5e9, link: Link = FREE, shards: ShardPlan = ONE, **sync: object,
+    params: float = 5e9, link: Link = FREE, **sync: object,
 ) -> RunOutcome:  # fmt: skip
     plans = [LearnerPlan(f"learner-{i}", Island(chips), failures, link=link) for i in range(learners)]
     settings = Settings(sync=SyncSettings.model_validate(sync))
-    return PlannedWorld(settings, params, plans, shards, hours * 3600, 0, decided=decided).run()
+    return PlannedWorld(settings, params, plans, ShardPlan(), hours * 3600, 0, decided=decided).run()
 
 
 @pytest.mark.parametrize(("push", "pull", "every"), [("int8", "bfloat16", 24), ("int4", "int8", 12)])
@@ -48,21 +48,12 @@ def test_a_seed_gives_the_same_run() -> None:
     assert asdict(ran(failures=Failures())) == asdict(ran(failures=Failures()))
 
 
-@pytest.mark.parametrize(
-    ("failures", "shards"),
-    [
-        (Failures(mtbi_s=1e15, preempt_every_s=900, preempt_for_s=120, notice_s=30), ShardPlan()),
-        (Failures(mtbi_s=1e15, preempt_every_s=900, preempt_for_s=120, notice_s=0), ShardPlan()),
-        (NEVER, ShardPlan(restart_every_s=600, restart_s=20)),
-    ],
-    ids=["with notice", "without", "shards fail"],
-)
-def test_who_goes_comes_back(failures: Failures, shards: ShardPlan) -> None:
-    found = ran(hours=1.0, failures=failures, shards=shards)
+@pytest.mark.parametrize("notice_s", [30, 0], ids=["with notice", "without"])
+def test_who_goes_comes_back(notice_s: float) -> None:
+    found = ran(hours=1.0, failures=Failures(mtbi_s=1e15, preempt_every_s=900, preempt_for_s=120, notice_s=notice_s))
     assert found.joins > 4
     assert found.tokens_share_merged > 0.9
-    without_notice = failures.notice_s == 0
-    assert (found.evictions > 0) == without_notice
+    assert (found.evictions > 0) == (notice_s == 0)
 
 
 @pytest.mark.parametrize("link", [Link(3e8, 1e10, 0.1), Link(1e10, 3e8, 0.1)], ids=["up", "down"])
@@ -96,9 +87,8 @@ SENT = Sent(0, 0, 0, 24)
 PREEMPTED = Failures(mtbi_s=1e15, preempt_every_s=5 * HOUR, preempt_for_s=HOUR, loss_s=300, join_s=300, restart_s=900)
 
 
-def learners(count: int, failures: Failures = PREEMPTED, begins_s: float = 0.0) -> list[LearnerPlan]:
-    plans = [LearnerPlan(f"learner-{i}", Island(256), failures) for i in range(count)]
-    return [replace(plan, begins_s=begins_s) if i < count // 2 else plan for i, plan in enumerate(plans)]
+def learners(count: int) -> list[LearnerPlan]:
+    return [LearnerPlan(f"learner-{i}", Island(256), PREEMPTED) for i in range(count)]
 
 
 @pytest.mark.parametrize(("count", "restart", "elastic"), [(1, 0.83, 0.83), (8, 0.35, 0.65), (32, 0.02, 0.30)])

@@ -233,7 +233,7 @@ LOADS: dict[str, set[str]] = {
     "status": set(), "record": set(), "web": set(), "logs": set(), "health": set(), "explain": set(),
     "certs": set(), "token": set(), "config": set(), "completion": set(),
     "doctor": {"diloco_protos", "diloco_server.shell.quotas", "diloco_server.storage.filesystem"},
-    "plan": {"diloco_server.core.every"},
+    "plan": set(),
     "simulate": {"diloco_server.core", "diloco_worker.core"},
     "checkpoint": VALUES, "restore": VALUES, "export": VALUES, "pull": VALUES,
     "promote": VALUES,

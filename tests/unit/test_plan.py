@@ -14,7 +14,6 @@ from diloco_common.settings import SyncSettings
 from diloco_planner.choice import PlannedRun, choose
 from diloco_planner.plan_command import parameters_of
 from diloco_planner.plans import Link
-from diloco_planner.table import auto_every
 
 MBIT = 1e6
 
@@ -36,19 +35,6 @@ def asked(
 def test_a_thin_link_asks_for_a_larger_h(params: float, mbit: float, every: int) -> None:
     choice = choose(asked(params, mbit))
     assert (choice.encodings.push, choice.every, choice.fits) == (SyncSettings().push, every, True)
-
-
-@pytest.mark.parametrize(
-    ("params", "mbit", "every"),
-    [
-        (1e8, 10_000, 6),  # the smallest that settings allow
-        (1e9, 1000, 11),  # versions: 10^9 x 8.125 bits / 1 Gbit/s, in three quarters of H steps of 1 s
-        (1e9, 5, 500),  # the largest
-    ],
-)
-def test_h_that_auto_would_find_is_told(params: float, mbit: float, every: int) -> None:
-    there = asked(params, mbit, round_trip_s=0.0)
-    assert auto_every(there, choose(there)) == every
 
 
 def test_a_link_that_carries_nothing_is_said_so() -> None:
@@ -90,6 +76,7 @@ def test_the_command_prints_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(("ranks", "gigabytes"), [(8, 35.0), (64, 4.375)])
 def test_memory_of_a_rank(capsys: pytest.CaptureFixture[str], ranks: int, gigabytes: float) -> None:
     """70 B: anchor 2 and residual 2 bytes for each parameter that the rank holds."""
-    assert main(["plan", "memory", "--params", "70B", "--ranks", str(ranks), "--json"]) == 0
-    kept = json.loads(capsys.readouterr().out)[0]
+    assert main(["plan", "--params", "70B", "--ranks", str(ranks), "--up", "10Gbit", "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)["figures"]
+    (kept,) = [one for one in figures if one["name"].startswith("kept by diloco")]
     assert kept["value"] == pytest.approx(gigabytes * 1e9, rel=0.001)

@@ -9,18 +9,10 @@ import torch
 from torch import Tensor
 
 from diloco_common.codec import encode_payload
-from diloco_common.wire.manifest import Manifest, TensorSpec, cut
-from diloco_planner.sizes import learner_bytes, shares
+from diloco_common.wire.manifest import cut
+from diloco_planner.sizes import learner_bytes
 from diloco_worker.core.replica import Replica
 from diloco_worker.core.tensors import FragmentTensors
-
-TENSORS = [TensorSpec("a", (301, 640)), TensorSpec("b", (7, 1000)), TensorSpec("c", (1,)), TensorSpec("d", (90, 90))]
-WAYS = [(1, 1), (4, 1), (1, 4), (3, 2)]
-"""Ranks that rows are spread over, and replicas."""
-
-
-def manifest() -> Manifest:
-    return cut(TENSORS, num_fragments=4, num_shards=1)
 
 
 def num_bytes(*tensors: Tensor | None) -> int:
@@ -50,7 +42,7 @@ def test_a_learner_holds_the_tensors_that_are_counted(pull: str) -> None:
         came = encode_payload(values, pull)
         difference = values.float() - contribution.snapshot
 
-    most = learner_bytes(shares(cut(replica.specs, 1, 1)), pull=pull)
+    most = learner_bytes(fragment.num_elements, 1, pull=pull)
 
     assert most.kept == kept
     assert (most.pushed, most.pulled) == (payload_bytes(payload), payload_bytes(came))
