@@ -2,7 +2,7 @@
 
 __main__.py  the command, from the fault-free run to the exit code
 plan.py      the targets and times of the faults: a pure function of the seed; what was injected, as plain values
-cluster.py   runs a cluster for a while and injects the faults of a plan: disks can be filled, links cut
+cluster.py   runs a cluster for a while and injects the faults of a plan
 result.py    how much work got through, the longest pause of a living worker; as numbers and in words
 
 diloco_simulator/verify/judge.py judges whether the promises were kept.

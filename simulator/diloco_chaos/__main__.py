@@ -11,7 +11,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from diloco_chaos.cluster import LISTEN, ChaosCluster, Links, NoLinks, SmallDisks
+from diloco_chaos.cluster import ChaosCluster
 from diloco_chaos.plan import ChaosRun, Fault, make_plan
 from diloco_chaos.result import make_baseline, make_result, summary
 from diloco_common import units
@@ -82,18 +82,16 @@ class HarmOptions:
     dead: Annotated[
         float, Parameter(converter=_SHARE, metavar="SHARE", help="share of the time that workers are dead or frozen")
     ] = 0.2
-    disk_full: Annotated[Flag, Parameter(help="fill the disks of shards too (needs root)")] = False
 
     @property
     def seconds(self) -> float:
         return 60.0 * self.minutes
 
-    def plan(self, settings: Settings, *, links: bool) -> tuple[Fault, ...]:
+    def plan(self, settings: Settings) -> tuple[Fault, ...]:
         cluster = settings.cluster
         return make_plan(
             seed=settings.run.seed, seconds=self.seconds, every_s=self.every, dead_share=self.dead,
             shards=names("shard", cluster.shards), workers=names("worker", cluster.workers),
-            disk_full=self.disk_full, links=links,
         )  # fmt: skip
 
 
@@ -114,17 +112,15 @@ def chaos(
     seeded plan. Every process records its history. The histories show how much work got through, and whether any was
     lost or counted twice. Exit code 1 if a promise was broken.
     """
-    settings, baseline, links = cluster.settings(options), None, _links()
-    if links is not None:
-        settings = _within(settings)
-    plan = harm.plan(settings, links=links is not None)
+    settings, baseline = cluster.settings(options), None
+    plan = harm.plan(settings)
     with Interrupts() as interrupts:
         if not no_baseline:
             _tell(f"without faults, for {harm.seconds:.0f} s")
-            run, histories = _run(settings, "fault-free", (), harm.seconds, interrupts, links)
+            run, histories = _run(settings, "fault-free", (), harm.seconds, interrupts)
             baseline = make_baseline(histories, run)
         _tell(f"{len(plan)} faults in {harm.seconds:.0f} s, seed {settings.run.seed}")
-        run, histories = _run(settings, "hurt", plan, harm.seconds, interrupts, links, disk_full=harm.disk_full)
+        run, histories = _run(settings, "hurt", plan, harm.seconds, interrupts)
     result = make_result(
         histories, run, plan, baseline, seed=settings.run.seed, gap_max_s=gap
     )  # fmt: skip
@@ -138,7 +134,6 @@ def chaos(
 
 def _run(
     settings: Settings, name: str, plan: tuple[Fault, ...], seconds: float, interrupts: Interrupts,
-    links: Links | None, *, disk_full: bool = False,
 ) -> tuple[ChaosRun, Histories]:  # fmt: skip
     """Run one cluster in its own folder. Empties the folder first."""
     folder = settings.cluster.folder / name
@@ -153,29 +148,9 @@ def _run(
                 "cluster": settings.cluster.model_copy(update={"folder": folder}),
             }
         )
-        disks = None
-        if disk_full:
-            shards = names("shard", settings.cluster.shards)
-            disks = SmallDisks({name: files.shard_folder(index) for index, name in enumerate(shards)})
-        run = ChaosCluster(mine, files, supervisor, interrupts, _tell, disks, links).run(plan, seconds)
+        run = ChaosCluster(mine, files, supervisor, interrupts, _tell).run(plan, seconds)
         files.clear_addresses()
     return run, read_histories(history)
-
-
-def _links() -> Links | None:
-    """The network links of the clusters. If they cannot be cut here, print why, and return None."""
-    try:
-        return Links()
-    except NoLinks as why:
-        _tell(f"no links are cut: cutting them needs root, nft and a network namespace ({why})")
-        return None
-
-
-def _within(settings: Settings) -> Settings:
-    """Settings for a network namespace: shards listen on every address, because nobody else can reach them."""
-    shard = settings.shard.model_copy(update={"listen": LISTEN})
-    security = settings.security.model_copy(update={"insecure": True})
-    return settings.model_copy(update={"shard": shard, "security": security})
 
 
 def _tell(words: str) -> None:

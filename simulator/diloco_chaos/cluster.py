@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import errno
-import os
 import signal
-import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from pathlib import Path
 
-from diloco_chaos.plan import LINK, SETTLE_S, ChaosRun, Fault, FaultKind, InjectedFault
-from diloco_common.errors import ConfigError, DilocoError
+from diloco_chaos.plan import SETTLE_S, ChaosRun, Fault, FaultKind, InjectedFault
+from diloco_common.errors import DilocoError
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import save
 from diloco_common.wire.addresses import write_json
@@ -22,118 +16,6 @@ from diloco_deploy import LOOK_S
 from diloco_deploy.run.folder import ClusterFolder
 from diloco_deploy.run.members import Children, Programs
 from diloco_deploy.run.supervisor import DRAIN_S, Interrupts, Supervisor
-
-DISK_MIB = 64
-_BALLAST = "ballast"
-_NEW_MOUNTS = 0x00020000
-"""CLONE_NEWNS. (os.unshare exists only from Python 3.12 on.)"""
-
-
-class SmallDisks:
-    """One disk per shard: tmpfs, in a mount namespace."""
-
-    def __init__(self, folders: Mapping[str, Path]) -> None:
-        """Mount a disk at each folder. `folders`: name of a shard -> its data folder. Raises ConfigError."""
-        self._folders = dict(folders)
-        if ctypes.CDLL(None, use_errno=True).unshare(_NEW_MOUNTS) != 0:
-            raise _refused(os.strerror(ctypes.get_errno()))
-        _mount("--make-rprivate", "/")
-        for folder in self._folders.values():
-            folder.mkdir(parents=True, exist_ok=True)
-            _mount("-t", "tmpfs", "-o", f"size={DISK_MIB}m", "diloco-chaos", str(folder))
-
-    def fill(self, name: str) -> None:
-        """Use up the disk to its last byte."""
-        with (self._folders[name] / _BALLAST).open("wb", buffering=0) as ballast:
-            chunk = bytes(1 << 20)
-            while chunk:
-                try:
-                    ballast.write(chunk)
-                except OSError as error:
-                    if error.errno != errno.ENOSPC:
-                        raise
-                    chunk = chunk[: len(chunk) // 2]
-
-    def free(self, name: str) -> None:
-        """Make room on the disk again."""
-        with contextlib.suppress(FileNotFoundError):
-            (self._folders[name] / _BALLAST).unlink()
-
-
-def _mount(*arguments: str) -> None:
-    try:
-        done = subprocess.run(["mount", *arguments], capture_output=True, text=True, check=False)
-    except OSError as error:
-        raise _refused(str(error)) from None
-    if done.returncode != 0:
-        raise _refused(done.stderr.strip())
-
-
-def _refused(why: str) -> ConfigError:
-    return ConfigError(f"--disk-full cannot mount its small disks here ({why}): run as root, or leave out --disk-full")
-
-
-_NEW_NETWORK = 0x40000000
-"""CLONE_NEWNET. (os.unshare exists only from Python 3.12 on.)"""
-LISTEN = "0.0.0.0:0"
-"""The address of shards. Nobody outside the namespace can reach it."""
-_RULES = """
-table inet diloco {
-  set cut { type ipv4_addr . inet_service; }
-  chain output {
-    type filter hook output priority 0;
-    ip daddr . tcp dport @cut drop
-    ip saddr . tcp sport @cut drop
-  }
-}
-"""
-
-
-class NoLinks(Exception):
-    """Links cannot be cut here. The message says why."""
-
-
-class Links:
-    """All network links of a cluster. Each worker dials the shards at a loopback address of its own, so that a rule
-    can tell the links of different workers apart.
-
-    Make it in the main thread: this thread enters the namespace, and so does every process that it starts later.
-    """
-
-    def __init__(self) -> None:
-        """Raises NoLinks."""
-        # Try in a child first, because this process cannot leave the namespace again.
-        _run("unshare", "--net", "sh", "-c", "ip link set lo up && nft -f -", given=_RULES)
-        if ctypes.CDLL(None, use_errno=True).unshare(_NEW_NETWORK) != 0:
-            raise NoLinks(os.strerror(ctypes.get_errno()))
-        _run("ip", "link", "set", "lo", "up")
-        _run("nft", "-f", "-", given=_RULES)
-
-    @staticmethod
-    def host(worker: int) -> str:
-        """The address at which worker number `worker` reaches every shard."""
-        return f"127.1.{worker // 250}.{worker % 250 + 1}"
-
-    def cut(self, worker: int, port: int) -> None:
-        """Block all traffic between a worker and the shard that listens on `port`, in both directions."""
-        self._element("add", worker, port)
-
-    def heal(self, worker: int, port: int) -> None:
-        """Let traffic through again."""
-        self._element("delete", worker, port)
-
-    def _element(self, verb: str, worker: int, port: int) -> None:
-        _run("nft", verb, "element", "inet", "diloco", "cut", f"{{ {self.host(worker)} . {port} }}")
-
-
-def _run(*command: str, given: str = "") -> None:
-    try:
-        done = subprocess.run(command, input=given, capture_output=True, text=True, check=False)
-    except OSError:
-        raise NoLinks(f"{command[0]} is not installed") from None
-    if done.returncode != 0:
-        raise NoLinks(f"{' '.join(command)}: {done.stderr.strip()}")
-
 
 HEAL_S = 60.0
 """Every process must make progress within this many seconds after the last fault."""
@@ -144,16 +26,14 @@ READY_S = 2 * HEAL_S
 class ChaosCluster:
     def __init__(
         self, settings: Settings, files: ClusterFolder, supervisor: Supervisor, interrupts: Interrupts,
-        tell: Callable[[str], None], disks: SmallDisks | None = None, links: Links | None = None,
+        tell: Callable[[str], None],
     ) -> None:  # fmt: skip
-        """`disks` and `links` are needed if a plan fills disks or cuts links."""
         assert settings.run.history is not None
         self._settings, self._files, self._history = settings, files, settings.run.history
         self._supervisor, self._interrupts, self._tell = supervisor, interrupts, tell
         self._children = Children(settings, files, Programs())
-        self._disks, self._links = disks, links
         self._run = ChaosRun()
-        self._active: list[tuple[float, Fault, float]] = []  # faults to lift: when, which, and when it began
+        self._frozen: list[tuple[float, str, float]] = []  # until when, who, and since when
 
     def run(self, plan: Sequence[Fault], seconds: float) -> ChaosRun:
         """Start the cluster, inject faults for `seconds` while it trains, let it heal, and stop it.
@@ -187,7 +67,7 @@ class ChaosCluster:
                 if (found := self._supervisor.endpoints(name)) is not None:
                     self._children.found(name, found)
         for index in range(len(self._children.workers)):
-            self._supervisor.start(self._children.worker(index, self._links.host(index) if self._links else ""))
+            self._supervisor.start(self._children.worker(index))
         while not all(self._grew(name, "stepped") for name in self._children.workers):
             self._until_ready(deadline)
 
@@ -202,7 +82,7 @@ class ChaosCluster:
         """End all faults, and wait until every process makes progress."""
         run = self._run
         now = time.monotonic()
-        self._lift(now, all_of_them=True)
+        self._thaw(now, all_of_them=True)
         for name in self._supervisor.waiting():
             self._supervisor.kill_for(name, 0.0)
         marks = {name: len(self._written(name)) for name in (*self._children.workers, *self._children.shards)}
@@ -226,43 +106,23 @@ class ChaosCluster:
 
     def _inject(self, fault: Fault, now: float) -> None:
         self._tell(str(fault))
-        match fault.kind:
-            case FaultKind.KILL:
-                self._supervisor.kill_for(fault.target, fault.for_s)
-                self._run.faults.append(InjectedFault(fault.kind.value, fault.target, now, now + fault.for_s))
-                return
-            case FaultKind.FREEZE:
-                self._supervisor.signal(fault.target, signal.SIGSTOP)
-            case FaultKind.FILL:
-                assert self._disks is not None
-                self._disks.fill(fault.target)
-            case FaultKind.CUT:
-                assert self._links is not None
-                self._links.cut(*self._link(fault.target))
-        self._active.append((now + fault.for_s, fault, now))
+        if fault.kind is FaultKind.KILL:
+            self._supervisor.kill_for(fault.target, fault.for_s)
+            self._run.faults.append(InjectedFault(fault.kind.value, fault.target, now, now + fault.for_s))
+        else:
+            self._supervisor.signal(fault.target, signal.SIGSTOP)
+            self._frozen.append((now + fault.for_s, fault.target, now))
 
-    def _link(self, name: str) -> tuple[int, int]:
-        """The two ends of a link: the number of the worker and the port of the shard."""
-        worker, shard = name.split(LINK)
-        return self._children.workers.index(worker), self._children.port(shard)
-
-    def _lift(self, now: float, *, all_of_them: bool = False) -> None:
-        """End the faults whose time is over."""
-        over = [one for one in self._active if all_of_them or now >= one[0]]
-        self._active = [one for one in self._active if one not in over]
-        for _, fault, began in over:
-            if fault.kind is FaultKind.FILL:
-                assert self._disks is not None
-                self._disks.free(fault.target)
-            elif fault.kind is FaultKind.CUT:
-                assert self._links is not None
-                self._links.heal(*self._link(fault.target))
-            else:
-                self._supervisor.signal(fault.target, signal.SIGCONT)
-            self._run.faults.append(InjectedFault(fault.kind.value, fault.target, began, now))
+    def _thaw(self, now: float, *, all_of_them: bool = False) -> None:
+        """Let those go on whose time is over."""
+        over = [one for one in self._frozen if all_of_them or now >= one[0]]
+        self._frozen = [one for one in self._frozen if one not in over]
+        for _, name, began in over:
+            self._supervisor.signal(name, signal.SIGCONT)
+            self._run.faults.append(InjectedFault(FaultKind.FREEZE.value, name, began, now))
 
     def _supervise(self, now: float) -> None:
-        self._lift(now)
+        self._thaw(now)
         for exit in self._supervisor.look(now):
             self._run.exits.append(f"{exit.name} ended by itself: {exit.verdict.why}; its log is {exit.log}")
             self._tell(self._run.exits[-1])

@@ -4,7 +4,6 @@ alive      from a worker's request to join until its kill, without the time duri
 tokens     of merged contributions, per fragment of the model; one that is accepted twice (fenced off, then sent again)
            counts once
 goodput    tokens per alive worker-second, or per second, divided by the same of a fault-free run of equal length
-progress   share of the seconds in which a version of the model was announced, so the job as a whole moved on
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from diloco_chaos.plan import LINK, ChaosRun, Fault
+from diloco_chaos.plan import ChaosRun, Fault
 from diloco_simulator.verify.histories import Histories, Process
 from diloco_simulator.verify.judge import BrokenPromise, stood_still, violations
 
@@ -31,12 +30,8 @@ class ClusterWork:
     workers: int
     tokens: float
     """Trained in that time, and merged by the end of the run. Mean over the fragments."""
-    tokens_accepted: float
-    """Accepted by the shards in that time, mean over the fragments. A contribution that was sent again counts again."""
     step_s: float
     """Median time of an inner step. If it is below that of a fault-free run, dead workers left the others more CPU."""
-    progress: float
-    """Share of the seconds in which a version was announced."""
 
     @property
     def per_alive_s(self) -> float:
@@ -50,20 +45,12 @@ class ClusterWork:
 
 def work_of(histories: Histories, run: ChaosRun) -> ClusterWork:
     fragments = max(1, histories.num_fragments)
-    accepted = sum(
-        line["tokens"]
-        for process in histories.shard_processes()
-        for line in process.of("accepted")
-        if run.began <= line["t"] <= run.ended
-        and line["learner"] in histories.learners
-        and line["fragment"] not in histories.companions
-    )
     merged = tokens_merged(histories, run).total()
     alive_s = sum(end - begin for process in histories.learner_processes() for begin, end in alive_times(process, run))
     times = [after - before for one in histories.learner_processes() for before, after in pairwise(steps_of(one))]
     return ClusterWork(
-        run.ended - run.began, alive_s, len(histories.learners), merged / fragments, accepted / fragments,
-        median(times) if times else 0.0, _progress(histories, run),
+        run.ended - run.began, alive_s, len(histories.learners), merged / fragments,
+        median(times) if times else 0.0,
     )  # fmt: skip
 
 
@@ -137,17 +124,6 @@ def steps_of(process: Process) -> list[float]:
     return [float(line["t"]) for line in process.of("stepped")]
 
 
-def _progress(histories: Histories, run: ChaosRun) -> float:
-    seconds = max(1, int(run.ended - run.began))
-    times = (
-        line["t"] - run.began
-        for process in histories.shard_processes()
-        for line in process.of("announced")
-        if line["fragment"] not in histories.companions
-    )
-    return len({int(t) for t in times if 0.0 <= t < seconds}) / seconds
-
-
 Result = dict[str, Any]
 CHECKS = {
     "double_counted": "contributions counted twice",
@@ -197,23 +173,19 @@ def make_result(
         "violations": len(found),
         "faults": len(plan),
         **_goodput(work, baseline),
-        "progress": round(work.progress, 4),
         "longest_step_gap_s": _longest(gaps),
         **{check: counts[check] for check in CHECKS},
         "seed": seed,
         "seconds": round(work.seconds, 2),
         "dead_share": round(work.dead_share, 4),
         "healed_s": run.healed_s,
-        "faults_by_kind": dict(
-            Counter(f"{f.kind.value} {'link' if LINK in f.target else f.target.partition('-')[0]}" for f in plan)
-        ),
+        "faults_by_kind": dict(Counter(f"{f.kind.value} {f.target.partition('-')[0]}" for f in plan)),
         "versions": sum(1 for process in histories.shard_processes() for _ in process.of("announced")),
         "contributions": sum(merge.push is not None for merge in histories.merges()),
         "evictions": sum(
             line["code"] != "LEFT" for process in histories.shard_processes() for line in process.of("gone")
         ),
         "tokens": round(work.tokens),
-        "tokens_accepted": round(work.tokens_accepted),
         "tokens_per_alive_s": round(work.per_alive_s, 2),
         "step_s": round(work.step_s, 4),
         "alive_s": round(work.alive_s, 2),
@@ -234,7 +206,6 @@ def summary(result: Result) -> str:
         *(f"  {result[check]:6}  {words}" for check, words in CHECKS.items()),
         "",
         *_compared(result),
-        f"progress     {result['progress']:.1%} of the seconds brought a new version",
         f"steps        {1000 * result['step_s']:.0f} ms in the median"
         + (f", {1000 * baseline['step_s']:.0f} ms without faults" if baseline else ""),
         f"longest gap  {result['longest_step_gap_s']:.2f} s between two inner steps of a living worker"

@@ -26,7 +26,7 @@ ALIKE = 0.02
 """Differences of goodput, days and money that count for nothing, as a share: synchronizing rarely costs about as much
 in loss (docs/quality.md, H = 24)."""
 KEPT_BYTES, KEPT_WITH_COMPANIONS = 6, 10
-"""Most bytes per parameter of anchor, residual and what is in flight (`diloco plan memory` is exact)."""
+"""Most bytes per parameter of anchor, residual and what is in flight."""
 ROOM = 0.7
 """Usable share of a chip's memory; the rest is for activations."""
 

@@ -47,6 +47,5 @@ def test_a_cluster_that_is_hurt_loses_nothing_and_counts_nothing_twice(tmp_path:
     assert {name: result[name] for name in ("violations", *CHECKS)} == dict.fromkeys(("violations", *CHECKS), 0)
     harmed = {(fault["harm"], fault["target"].partition("-")[0]) for fault in result["plan"]}
     assert harmed >= {("kill", "shard"), ("freeze", "shard"), ("kill", "worker"), ("freeze", "worker")}
-    assert ("cut", "worker") in harmed or "no links are cut" in said.stdout
     assert result["versions"] > 60, "it trained all the while"
     assert result["healed_s"] is not None

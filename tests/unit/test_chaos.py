@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from recorded import clean, find, histories, sent
 
-from diloco_chaos.plan import LINK, ChaosRun, FaultKind, make_plan
+from diloco_chaos.plan import ChaosRun, FaultKind, make_plan
 from diloco_chaos.plan import InjectedFault as Hit
 from diloco_chaos.result import longest_gaps, make_baseline, make_result, summary, work_of
 from diloco_simulator.verify.histories import Histories, gather
@@ -33,17 +33,9 @@ def test_nobody_is_hurt_before_it_is_back_and_one_worker_is_always_well(seed: in
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_all_are_killed_and_frozen_and_disks_are_filled_and_links_cut_only_where_they_can_be(seed: int):
+def test_all_are_killed_and_frozen(seed: int):
     hit = {(fault.kind, fault.target.partition("-")[0]) for fault in plan(seed)}
     assert hit == {(kind, role) for kind in (FaultKind.KILL, FaultKind.FREEZE) for role in ("shard", "worker")}
-    assert {fault.target for fault in plan(seed, disk_full=True) if fault.kind is FaultKind.FILL} == set(SHARDS)
-    cut = [fault for fault in plan(seed, links=True) if fault.kind is FaultKind.CUT]
-    assert 4 <= len(cut) <= 24
-    for fault in cut:
-        worker, shard = fault.target.split(LINK)
-        assert worker in WORKERS
-        assert shard in SHARDS
-        assert 1.0 <= fault.for_s <= 10.0
 
 
 def stepping(*times: float, born: float = 0.0) -> list[dict[str, Any]]:
@@ -78,7 +70,6 @@ def test_goodput_counts_what_was_trained_in_the_measured_time_and_merged_at_last
     lines = clean()
     work = work_of(histories(lines), ChaosRun(2.0, 6.0))
     assert work.tokens == 200, "steps 2 and 3; the version of the latter came after a crash, and would count if later"
-    assert work.tokens_accepted == 300
 
     find(lines["shard-0"], "restored").update(version=2)
     assert work_of(histories(lines), ChaosRun(2.0, 6.0)).tokens == 100, "version 3 did not survive"

@@ -76,12 +76,12 @@ class Children:
 
         return ChildSpec(name, "shard", self._programs.server, arguments, self.log(name), address_file)
 
-    def worker(self, index: int, host: str = "") -> ChildSpec:
-        """All shards must be up. `host`: the host at which the worker reaches them, if not their own address."""
+    def worker(self, index: int) -> ChildSpec:
+        """All shards must be up."""
         name = self.workers[index]
         worker, address_file = self._settings.worker, self._files.run / f"{name}.json"
         given = {
-            "worker.shards": self.shard_addresses(host), "worker.learner_id": name,
+            "worker.shards": self.shard_addresses(), "worker.learner_id": name,
             "worker.folder": self._files.worker_folder(index), "worker.http": nth_port(worker.http, index),
             "worker.threads": worker.threads or max(1, len(os.sched_getaffinity(0)) // len(self.workers)),
             **self._proof_of(f"learner/{name}"),
@@ -101,12 +101,9 @@ class Children:
     def log(self, name: str) -> Path:
         return self._files.logs / f"{name}.log"
 
-    def port(self, shard: str) -> int:
-        return int(self._ports[shard][0].rpartition(":")[2])
-
-    def shard_addresses(self, host: str = "") -> str:
-        """Addresses of all shards, which must be up, as one text. `host`: see `worker`."""
-        return ",".join(f"{host}:{self.port(s)}" if host else dialable(self._ports[s][0]) for s in self.shards)
+    def shard_addresses(self) -> str:
+        """Addresses of all shards, which must be up, as one text."""
+        return ",".join(dialable(self._ports[shard][0]) for shard in self.shards)
 
     def _proof_of(self, who: str) -> dict[str, object]:
         own = self._certificates
