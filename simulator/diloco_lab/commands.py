@@ -9,7 +9,6 @@ import itertools
 import tomllib
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -75,22 +74,17 @@ def compare(
     arms: Annotated[list[Path], Parameter(metavar="ARM.toml", help="the first is what others are held to")],
     /,
     *,
-    plot: Annotated[Path | None, Parameter(metavar="FILE", help="losses, and paired gaps with intervals (PNG)")] = None,
     options: LabOptions = LabOptions(),
     results: ResultsOptions = ResultsOptions(),
 ) -> int:
     from diloco_lab.arms import load_arm
-    from diloco_lab.runner import comparison, draw, run_all
+    from diloco_lab.runner import comparison, run_all
 
     seeds = options.all_seeds
     chosen = [load_arm(path, options.model) for path in arms]
-    check_outputs(results.out, plot)
-    if plot is not None and find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib: pip install matplotlib")
+    check_outputs(results.out)
     lines = run_all(chosen, seeds, results.out, results.jobs, tell)
     print("\n" + comparison(chosen, seeds, lines))
-    if plot is not None:
-        draw(plot, chosen, seeds, lines)
     return EXIT_OK
 
 

@@ -1,7 +1,7 @@
 """Runs arms with all seeds, several at once and none twice, estimates the time left, and shows what they came to.
 
 Results are JSON lines with every setting. A run whose line is in the file is not repeated, so a stopped command resumes
-where it was. They are shown as text, and as a plot with intervals.
+where it was.
 """
 
 from __future__ import annotations
@@ -228,31 +228,6 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     """Align columns; the first row is the header."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-
-
-def draw(path: Path, arms: Sequence[Arm], seeds: Sequence[int], lines: Mapping[str, Line]) -> None:
-    """Left: losses over progress, mean over seeds. Right: paired gaps to the first arm with 95 % intervals."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4))
-    for i, arm in enumerate(arms):
-        curves = [lines[arm.key(seed)]["result"]["curve"] for seed in seeds]
-        points = list(zip(*curves, strict=False))
-        left.plot([p[0][0] for p in points], [fmean(loss for _, loss in p) for p in points], label=arm.name)
-        found = gap(arm, arms[0], seeds, lines) if i else None
-        if found is not None:
-            error = found.half_width if math.isfinite(found.half_width) else 0.0
-            right.errorbar([found.mean], [i], xerr=[error], fmt="o", capsize=4)
-    left.set(xlabel="share of the token budget", ylabel="held-out loss")
-    left.legend()
-    right.axvline(0, color="grey", linewidth=1)
-    right.set(xlabel=f"above {arms[0].name}, %", yticks=range(1, len(arms)), yticklabels=[a.name for a in arms[1:]])
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
 
 
 def selecting(line: Line) -> float:
