@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from diloco_common.errors import DilocoError
+from diloco_common.wire.calls import SETTLE_S
 from diloco_simulator.verify import invariants
 from diloco_simulator.world.process import SimulatedProcess
 from diloco_simulator.world.stage import QuietLog, Stage, StageSilence
@@ -25,7 +26,6 @@ from diloco_worker.learner import Learner
 from diloco_worker.shell.connections import Connections
 from diloco_worker.shell.telemetry import LearnerTelemetry
 
-SETTLE_S = 5.0
 HAND_OVER_S = 0.05
 """Longest time from the training thread to the network thread, in seconds."""
 

@@ -26,8 +26,6 @@ FAULTS = (
     "freeze shard", "cut", "cut one way", "break calls", "not finite",
 )  # fmt: skip
 DISK_FAULTS = ("fill disk", "hurt file", "wipe disk")
-RARE_FAULTS = ("warn learner", "lose rank")
-"""Only in some schedules: a notice to leave; a death in an island."""
 SOMETIMES = 0.3
 """Share of the occasions on which something that happens now and then does."""
 MANY = 200

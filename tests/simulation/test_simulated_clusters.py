@@ -21,7 +21,6 @@ from diloco_simulator.options import (
     DISK_FAULTS,
     FAULTS,
     MANY,
-    RARE_FAULTS,
     Options,
     draw,
     draw_companions,
@@ -124,7 +123,12 @@ def test_short_schedules_are_of_3_shards_and_5_learners_and_meet_every_fault() -
 
     usual, many = {(3, 5, 3), (3, 5, 4)}, {(2, 2, MANY)}
     assert {(o.shards, o.learners, o.fragments) for o in drawn} == usual | many
-    assert {kind for options in drawn for kind in options.faults} == {*FAULTS, *DISK_FAULTS, *RARE_FAULTS}
+    assert {kind for options in drawn for kind in options.faults} == {
+        *FAULTS,
+        *DISK_FAULTS,
+        "warn learner",
+        "lose rank",
+    }
     assert {options.max_pushes for options in drawn} == {1, 2, 64}
     assert {options.resumes > 0 for options in drawn} == {True, False}
     assert {options.pull for options in drawn} == {"float32", "bfloat16", "int8", "int4"}

@@ -16,6 +16,7 @@ from diloco_common.errors import BadRequest, NotSeeded, Refusal, WrongIdentity
 from diloco_common.ports import ShardService, Unavailable
 from diloco_common.trust.identity import Identity, check_learner_id
 from diloco_common.wire import protobuf
+from diloco_common.wire.bounds import MESSAGE_BYTES_MAX
 from diloco_common.wire.messages import (
     Collect,
     Committed,
@@ -186,10 +187,6 @@ async def _receive(call: NetworkCall, deadline: float) -> Any:
         raise Unavailable("no answer came in time") from None
 
 
-MESSAGE_BYTES_MAX = 20 << 20
-"""gRPC's limit in production."""
-
-
 class WireDoor:
     """A shard's service for one untrusted caller: a `ports.ShardService`."""
 
@@ -248,7 +245,7 @@ async def _parts(parts: AsyncIterator[PushHeader | Chunk]) -> AsyncIterator[Push
     async for part in parts:
         if isinstance(part, PushHeader):
             yield protobuf.from_pb(PushHeader, protobuf.to_pb(part))
-        elif len(part) <= MESSAGE_BYTES_MAX:
+        elif len(part) <= MESSAGE_BYTES_MAX["PushRequest"]:
             yield part
         else:
             raise BadRequest("the message is too large")
