@@ -125,21 +125,21 @@ def test_what_one_answer_shows(changed, path, shown):
 
 
 @pytest.mark.parametrize(
-    ("losses", "title"),
+    ("losses", "title", "words"),
     [
-        ([4.0 - 0.05 * i for i in range(50)], "Learning"),
-        ([2.0 + 0.05 * i for i in range(50)], "Loss rises"),
-        ([2.0 + 0.02 * (10 * i * i % 37) for i in range(50)], "Level"),
-        ([2.0, 1.9], "Training"),
-        ([None] * 20, "No loss yet"),
+        ([4.0, 3.9, 2.5], "Training", "The loss is 2.500; it was 4.000 0:02 ago."),
+        ([2.0], "Training", "The loss is 2.000."),
+        ([2.0, None], "No loss now", "None of the learners that are here reports a loss."),
+        ([None] * 20, "No loss yet", "No learner has reported a loss."),
     ],
 )
-def test_whether_it_learns_is_told_from_more_than_scatter(losses, title):
+def test_how_the_loss_goes_is_told_in_figures(losses, title, words):
     feed = feed_of("shard-0")
     for second, loss in enumerate(losses):
         feed.heard("shard-0", shard(learners=[learner("ann", loss=loss)]), now=NOW + second)
         feed.sample(NOW + second)
-    assert feed.since(0, NOW)["headlines"]["learning"]["title"] == title
+    said = feed.since(0, NOW)["headlines"]["learning"]
+    assert (said["title"], said["words"]) == (title, words)
 
 
 def test_only_what_is_new_is_sent_again():

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
 
-from diloco_common import units
+from diloco_common import formulas, units
 from diloco_common.errors import Draining, Expired, Revoked, Unavailable, VersionUndone
 from diloco_deploy import ASK_S
 from diloco_deploy.cluster.members import SeenLearner, SeenMember, Status
@@ -27,8 +27,8 @@ ENDS_SOON_S = 14 * 86_400.0
 """Certificates that expire sooner are reported, as by the alert."""
 SKEW_S = 10.0
 """Larger differences between clocks are reported."""
-BYTES_PER_PARAMETER = 10
-"""Most bytes of one version with its outer optimizer, per parameter."""
+BYTES_PER_PARAMETER = max(formulas.version_bytes(outer, "int8") for outer in formulas.MOMENTUM_BYTES)
+"""Most bytes of one version with its outer optimizer."""
 NO_TOKENS_STEPS = 10
 NAMES_SHOWN = 3
 STANDS = frozenset({"STORAGE", "NO_PROGRESS"})

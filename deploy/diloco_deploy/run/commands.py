@@ -207,7 +207,7 @@ def resume(
 
 def scale(
     *,
-    workers: Annotated[int, Parameter(metavar="N", help="new number of workers")],
+    workers: Annotated[str, setting("cluster.workers", "N", "new number of workers")],
     folder: Annotated[
         str | None, setting("cluster.folder", "PATH", "folder of the cluster that `diloco up` runs")
     ] = None,
@@ -215,4 +215,5 @@ def scale(
 ) -> int:
     """Change the number of workers of a running `diloco up`. New ones join within seconds; those with the highest
     numbers leave cleanly, and their pushed work is merged."""
-    return scale_to(settings_from(SettingsOptions(config), {"cluster.folder": folder}).cluster.folder, workers)
+    wanted = settings_from(SettingsOptions(config), {"cluster.folder": folder, "cluster.workers": workers}).cluster
+    return scale_to(wanted.folder, wanted.workers)

@@ -266,9 +266,6 @@ class Members:
         self._record.write(self._folder)
 
 
-WORKERS_MAX = 256
-
-
 def wish_file(folder: Path) -> Path:
     return folder / "run" / "wish.json"
 
@@ -285,13 +282,11 @@ def take_wish(folder: Path) -> int | None:
     except (OSError, ValueError, KeyError, TypeError):
         wanted = None
     mine.unlink(missing_ok=True)
-    return wanted if isinstance(wanted, int) and 1 <= wanted <= WORKERS_MAX else None
+    return wanted if isinstance(wanted, int) and wanted >= 1 else None
 
 
 def scale_to(folder: Path, workers: int) -> int:
     """Run the command. Raises ConfigError, and CannotConnect if no `diloco up` runs there or it does not answer."""
-    if not 1 <= workers <= WORKERS_MAX:
-        raise ConfigError(f"--workers {workers}: must be a whole number from 1 to {WORKERS_MAX}")
     before = read_record(folder)
     if before is None:
         raise CannotConnect(

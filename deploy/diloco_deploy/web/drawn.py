@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from bisect import insort
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import count, takewhile
-from statistics import fmean, variance
 from typing import Any
 
 from diloco_deploy import EVERY_S
@@ -16,8 +14,6 @@ from diloco_deploy.cluster.findings import NAMES_SHOWN
 from diloco_deploy.cluster.members import KEPT_S, LEARNERS_MAX, SAME_S
 
 POINTS_MAX = 720
-SPANS_S = (60.0, 600.0, 7200.0)
-"""The trend of the loss is taken over the shortest of these spans in which it stands out from the scatter."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +35,6 @@ class Point:
         return [
             self.at, self.tokens_merged, self.loss, self.loss_min, self.loss_max, self.learners, self.tokens_per_s,
         ]  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Trend:
-    change: float
-    noise: float
-    """Standard error of the change, from the scatter of the points."""
-    over_s: float
 
 
 class Course:
@@ -73,22 +61,6 @@ class Course:
         if seq < self.thinned_seq:
             return True, self.points
         return seq == 0, [*takewhile(lambda point: point.seq > seq, reversed(self.points))][::-1]
-
-    def trends(self, spans_s: Iterable[float]) -> list[Trend]:
-        return [trend for over_s in spans_s if (trend := self.trend(over_s)) is not None]
-
-    def trend(self, over_s: float) -> Trend | None:
-        """The newest third of a span compared with its oldest third; None if there are too few points."""
-        if not self.points:
-            return None
-        begin = self.points[-1].at - over_s
-        known = [(p.at, p.loss) for p in self.points if p.loss is not None and p.at >= begin]
-        third = len(known) // 3
-        if third < 3:
-            return None
-        old, new = ([loss for _, loss in part] for part in (known[:third], known[-third:]))
-        noise = math.sqrt((variance(old) + variance(new)) / third)
-        return Trend(fmean(new) - fmean(old), noise, known[-1][0] - known[0][0])
 
 
 ROUNDS_MAX = 3000

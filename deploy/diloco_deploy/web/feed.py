@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from diloco_deploy.cluster.findings import findings
 from diloco_deploy.cluster.members import STATES, SeenLearner, SeenMember, Status
 from diloco_deploy.cluster.model import Cluster, Pace
-from diloco_deploy.web.drawn import EVENTS_MAX, SPANS_S, Course, DrawnRounds, Events, Point
+from diloco_deploy.web.drawn import EVENTS_MAX, Course, DrawnRounds, Events, Point
 from diloco_deploy.web.headlines import WORDS, headlines
 
 PAGE = 50
@@ -136,7 +136,7 @@ class Feed:
                 states=states, answering=sum(shard.answers for shard in shards),
                 heard=sum(bool(shard.status) for shard in shards),
                 shards_away=[shard.label for shard in shards if not shard.answers], wrong=wrong,
-                run=run, totals=totals, points=self._course.points, trends=self._course.trends(SPANS_S),
+                run=run, totals=totals, points=self._course.points,
             ),
             "findings": [asdict(one) for one in wrong[:PAGE]],
             "findings_more": max(0, len(wrong) - PAGE),

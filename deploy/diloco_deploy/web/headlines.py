@@ -1,4 +1,4 @@
-"""The three answers at the top of the page: is it learning, is a member missing, is anything lost. Pure."""
+"""The three answers at the top of the page: does it train, is a member missing, is anything lost. Pure."""
 
 from __future__ import annotations
 
@@ -6,14 +6,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from diloco_common import units
 from diloco_deploy.cluster.findings import GONE, NAMES_SHOWN, OF_SHARDS, STANDS, Finding
 from diloco_deploy.cluster.members import HERE
-from diloco_deploy.web.drawn import Point, Trend
-
-LEVEL = 0.005
-"""Smaller changes of the loss, as a share of it, count as none."""
-NOISE = 4.0
-"""Changes within this many standard errors count as none. Many, because neighboring points are correlated."""
+from diloco_deploy.web.drawn import Point
 
 
 class Words(NamedTuple):
@@ -39,51 +35,41 @@ WORDS = {
 
 def headlines(
     *, states: Counter[str], answering: int, heard: int, shards_away: Sequence[str], wrong: Sequence[Finding],
-    run: Mapping[str, Any], totals: Mapping[str, Any], points: Sequence[Point], trends: Sequence[Trend],
+    run: Mapping[str, Any], totals: Mapping[str, Any], points: Sequence[Point],
 ) -> dict[str, Any]:  # fmt: skip
     """The three answers as JSON. Each has a level ("good", "info", "bad"), a title and a sentence.
 
     `states`: learners by state. `answering`, `heard`: shards that answer, and that ever did. `wrong`: the findings,
-    listed below on the page. `trends`: by span, shortest first.
+    listed below on the page.
     """
     if not answering:
         words = "No shard has answered yet." if not heard else "No shard answers; these figures are older."
         unknown = {"level": "bad", "title": "Not known", "words": words}
         return {"learning": unknown, "here": _here(states, answering, shards_away, wrong, run), "lost": dict(unknown)}
     return {
-        "learning": _learning(states, wrong, run, points, trends),
+        "learning": _learning(states, wrong, run, points),
         "here": _here(states, answering, shards_away, wrong, run),
         "lost": _lost(totals, shards_away),
     }
 
 
 def _learning(
-    states: Counter[str], wrong: Sequence[Finding], run: Mapping[str, Any], points: Sequence[Point],
-    trends: Sequence[Trend],
-) -> dict[str, str]:  # fmt: skip
-    loss = next((point.loss for point in reversed(points) if point.loss is not None), None)
+    states: Counter[str], wrong: Sequence[Finding], run: Mapping[str, Any], points: Sequence[Point]
+) -> dict[str, str]:
     if run["done"]:
         return _said("good", "Done", "The token budget is reached.")
     if stands := [one for one in wrong if one.code in STANDS]:
         return _said("bad", "Stands still", f"{stands[0].words} [{stands[0].code}]")
     if not _here_count(states):
         return _said("bad", "Nobody trains", "No learner holds a lease at a shard that answers.")
-    if loss is None:
+    known = [(point.at, point.loss) for point in points if point.loss is not None]
+    if not known:
         return _said("info", "No loss yet", "No learner has reported a loss.")
     if points[-1].loss is None:
         return _said("info", "No loss now", "None of the learners that are here reports a loss.")
-    if not trends:
-        return _said("info", "Training", "Too early to say where the loss goes.")
-    for trend in trends:
-        if abs(trend.change) > max(LEVEL * abs(loss), NOISE * trend.noise):
-            if trend.change < 0:
-                return _said("good", "Learning", f"The loss fell by {-trend.change:.2g} in the last {_span(trend)}.")
-            return _said("bad", "Loss rises", f"The loss rose by {trend.change:.2g} in the last {_span(trend)}.")
-    return _said("info", "Level", f"The loss does not move beyond its scatter in the last {_span(trends[-1])}.")
-
-
-def _span(trend: Trend) -> str:
-    return f"{trend.over_s:.0f} s" if trend.over_s < 90 else f"{trend.over_s / 60:.0f} min"
+    (began, first), (now, loss) = known[0], known[-1]
+    before = f"; it was {units.loss(first)} {units.clock(now - began)} ago" if now > began else ""
+    return _said("good", "Training", f"The loss is {units.loss(loss)}{before}.")
 
 
 def _here(
