@@ -1,15 +1,11 @@
-"""`diloco explain`: finds a code and prints its explanation, on a terminal or for the documentation.
-
-Parts of docs/errors.md and docs/runbook.md are generated from the entries. Each part stands between `<!-- explain: NAME
--->` and `<!-- end -->`; `tools/explained.py` writes it, and leaves the rest of the page.
-"""
+"""`diloco explain`: finds a code and prints its explanation."""
 
 from __future__ import annotations
 
 import difflib
 import re
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from json import dumps
 from typing import Annotated
 
@@ -107,49 +103,3 @@ def plain_text(markdown: str) -> str:
     text = re.sub(r"\[([^\]]+)\]\(([^)]+)\)", r"\1 (docs/\2)", text)
     text = re.sub(r"^\|[ |-]+\|$\n?", "", text, flags=re.MULTILINE)
     return re.sub(r"^\| (.*) \|$", lambda row: "- " + row[1].replace(" | ", ": "), text, flags=re.MULTILINE)
-
-
-_PART = re.compile(r"(<!-- explain: ([\w-]+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
-_LINK = re.compile(r"\[[^\]]+\]\([^)]+\)")
-
-
-def with_parts(page: str) -> str:
-    """The page with its parts regenerated. Raises KeyError for an unknown part."""
-    return _PART.sub(lambda found: f"{found[1]}\n{PARTS[found[2]]()}\n{found[3]}", page)
-
-
-def _list(kind: Kind) -> Callable[[], str]:
-    """A line per entry, with the gRPC status of a call, or the exit code of an error, or whether it is logged."""
-    return lambda: "\n".join(_line(entry) for entry in of_kind(kind)) + "\n"
-
-
-def _line(entry: Entry) -> str:
-    """The meaning, and what happens by itself; the message and `diloco explain` say what to do."""
-    beside = entry.status if entry.kind is Kind.CALL else _ends(entry)
-    also = f"Also {entry.also}." if entry.kind is Kind.CONTRIBUTION and entry.also else ""
-    _, _, itself = entry.do.partition("Nothing: ")
-    pages = ", ".join(_LINK.findall(f"{entry.do} {entry.look}"))
-    words = (entry.means, also, itself[:1].upper() + itself[1:], f"See {pages}." if pages else "")
-    return f"- `{entry.code}`{f' ({beside})' if beside else ''}: {' '.join(filter(None, words))}"
-
-
-def _rejections() -> str:
-    also = [f"`{e.code}`" for e in of_kind(Kind.CALL) if "rejected contributions" in e.also]
-    return f"- {', '.join(also)}: as above.\n{_list(Kind.CONTRIBUTION)()}"
-
-
-def _ends(entry: Entry) -> str:
-    words = ["logged"] if entry.is_logged else []
-    return "; ".join([*words, *([] if entry.exit_code is None else [str(entry.exit_code)])])
-
-
-PARTS: dict[str, Callable[[], str]] = {
-    "exits": lambda: "\n".join(f"- {e.code}: {e.means}" for e in of_kind(Kind.EXIT)) + "\n",
-    "calls": _list(Kind.CALL),
-    "rejections": _rejections,
-    "connecting": _list(Kind.CONNECTING),
-    "commands": _list(Kind.COMMAND),
-    "data": _list(Kind.DATA),
-    "checkpoints": _list(Kind.CHECKPOINT),
-    "alerts": lambda: "\n".join(f"## {e.code}\n\n{e.means}\n\n{e.do}\n" for e in of_kind(Kind.ALERT)),
-}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tools.explained import with_parts
 
 import diloco_common
 import diloco_deploy
@@ -16,7 +17,7 @@ import diloco_worker
 from diloco_common.errors import DilocoError, Refusal
 from diloco_common.observe.metrics.shard import rejections
 from diloco_common.wire import rpc
-from diloco_deploy.catalogue import CODES, ENTRIES, of_kind, with_parts
+from diloco_deploy.catalogue import CODES, ENTRIES, of_kind
 from diloco_deploy.codes import Kind
 
 NOT_IMPORTED = ("__main__", ".hf", ".lightning")
