@@ -70,7 +70,7 @@ class Island:
     chips: float
     slice_chips: float = 256.0
     """Number of chips that are lost together with one of them."""
-    spares: int = 0
+    spares: float = 0
     """Slices ready to replace a lost one. An island with neither these nor elasticity has to wait."""
     elastic: bool = True
     """Whether it can go on with fewer slices."""

@@ -66,21 +66,23 @@ class Described:
         given = {} if mtbi_s is None else {"mtbi_s": mtbi_s}
         return replace(PRESETS[preset or self.preset], **{**self.failing, **given})
 
-    def learners(self, template: LearnerPlan, chips: float, learners: int) -> list[LearnerPlan]:
+    def learners(self, template: LearnerPlan, chips: float | None, learners: int) -> list[LearnerPlan]:
         """One plan per learner: those of the sites, or else equal ones. `template` has what a site does not say.
 
         Sites without `chips` share what the others leave. Raises ConfigError if that is too little.
         """
         sites = self.sites or (Site("learner", learners),)
         sharing = sum(site.learners for site in sites if site.chips is None)
-        taken = sum(site.learners * site.chips for site in sites if site.chips is not None)
-        if sharing and chips - taken < sharing:
+        if sharing and chips is None:
+            raise ConfigError(f"nobody says how many chips {sharing} learners have; give --chips, or chips of a site")
+        left = (chips or 0) - sum(site.learners * site.chips for site in sites if site.chips is not None)
+        if sharing and left < sharing:
             raise ConfigError(
-                f"--chips {chips:.0f}: {max(0, chips - taken):.0f} are left for {sharing} learners, and each needs "
-                "one; ask for more chips, or for fewer learners"
+                f"--chips {chips:.0f}: {max(0, left):.0f} are left for {sharing} learners, and each needs one; ask for "
+                "more chips, or for fewer learners"
             )
         return [
-            replace(self._plan(site, template, (chips - taken) / max(1, sharing)), name=f"{site.name}-{i}")
+            replace(self._plan(site, template, left / max(1, sharing)), name=f"{site.name}-{i}")
             for site in sites
             for i in range(site.learners)
         ]

@@ -62,7 +62,7 @@ _BUDGET = number(units.whole, 0, 1e15, "money, such as 200k, in the currency of 
 _DELAY = number(units.seconds, 0.0, 60.0, "a time, such as 80ms")
 _CHOSEN = "chosen"
 USUAL = Link(1e8, 1e8, 0.08)
-CHIPS, TOKENS = 64, 10**12
+TOKENS = 10**12
 """Without a flag or a file."""
 
 
@@ -162,9 +162,7 @@ class SitesOptions:
         Path | None,
         Parameter(metavar="FILE.toml", help="machines, failures and prices: weigh ways to train (docs/planner.md)"),
     ] = None
-    chips: Annotated[
-        int | None, Parameter(converter=_CHIPS, metavar="N", help="of all learners; with --sites", show_default="64")
-    ] = None
+    chips: Annotated[int | None, Parameter(converter=_CHIPS, metavar="N", help="of all learners; with --sites")] = None
     tokens: Annotated[
         int | None, Parameter(converter=_TOKENS, metavar="1T", help="to train; with --sites", show_default="1T")
     ] = None
@@ -200,7 +198,7 @@ class SitesOptions:
             "", Island(1), described.failures(), asked.step_s, link=asked.link,
             tokens_per_step=self.tokens_per_step or LearnerPlan.tokens_per_step,
         )  # fmt: skip
-        plans = described.learners(template, self.chips or CHIPS, asked.learners)
+        plans = described.learners(template, self.chips, asked.learners)
         task = PlannedTask(
             described, tuple(plans), asked.params, self.tokens or TOKENS, self.days, self.budget,
             has_companions=asked.companions_every is not None,

@@ -11,12 +11,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from diloco_common.formulas import BITS
 from diloco_planner.chips import Failures, Island, island_timeline, preemptions
 from diloco_planner.plans import LearnerPlan
 
-SPARES_ENOUGH = 10**9
-GRADIENT_BITS = 16
-"""Bits per parameter sent by data-parallel training."""
 DRAWN = 500
 """Number of steps drawn for the mean of the slowest."""
 
@@ -32,8 +30,8 @@ class Sent:
 
 
 def data_parallel_bits(params: float, replicas: int) -> float:
-    """Bits per step of one replica in one direction, with a ring: gradients once as sums, once as results."""
-    return 2 * (replicas - 1) / replicas * GRADIENT_BITS * params
+    """Bits per step of one replica in one direction, with a ring: bfloat16 gradients once as sums, once as results."""
+    return 2 * (replicas - 1) / replicas * BITS["bfloat16"] * params
 
 
 def data_parallel(learners: Sequence[LearnerPlan], sent: Sent, until: float, seed: int = 0, *, elastic: bool) -> float:
@@ -58,7 +56,7 @@ def together(learners: Sequence[LearnerPlan], *, elastic: bool) -> tuple[Island,
     own = elastic or not all(plan.island.elastic for plan in learners)
     island = Island(
         chips, chips / sum(plan.island.slices for plan in learners),
-        spares=sum(plan.island.spares for plan in learners) if own else SPARES_ENOUGH, elastic=elastic,
+        spares=sum(plan.island.spares for plan in learners) if own else math.inf, elastic=elastic,
     )  # fmt: skip
     mtbi_s = chips / sum(plan.island.chips / plan.failures.mtbi_s for plan in learners)
     longest = {

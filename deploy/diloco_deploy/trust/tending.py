@@ -43,7 +43,8 @@ from diloco_deploy.trust.authority import (
 )
 from diloco_deploy.trust.registry import PUBLIC, Issued, write_file
 
-RENEW_EVERY_S = 3600.0
+AGAIN = timedelta(minutes=1)
+"""An identity gets no second certificate within this time, whatever becomes of the folder: each is recorded."""
 OBSERVER = "observer/up"
 
 
@@ -70,7 +71,7 @@ class OwnCertificates:
         """Make missing certificates, and renew those that expire soon. `now`: seconds. Raises ConfigError."""
         if now < self._renew_at:
             return
-        self._renew_at = now + RENEW_EVERY_S
+        self._renew_at = now + AGAIN.total_seconds()
         today, revoked = datetime.now(UTC), self._authority.registry.revoked()
         for who in self._who:
             subject, hosts = subject_of(self._authority.run_id, who), self._hosts if who.startswith("shard/") else ()
@@ -120,8 +121,6 @@ def _names_of_this_machine(listen: str) -> list[str]:
     return sorted({name, socket.getfqdn(), *found})
 
 
-AGAIN = timedelta(minutes=1)
-"""An identity gets no second certificate within this time, whatever becomes of the folder: each is recorded."""
 LEARNERS_MAX = 1024
 """Most learners' folders; beyond it, new ones get no certificate."""
 LOOKED_AT_MAX = 4 * LEARNERS_MAX
