@@ -20,8 +20,9 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import itemgetter
 
-DAY_S = 86_400.0
-YEAR_S = 365.25 * DAY_S
+from diloco_common import units
+
+YEAR_S = units.seconds("1y")
 LAST_NOTICE_S = 30.0
 """Time that a learner needs to say goodbye."""
 SHAPE, POWER = 1.5, 2.0
@@ -58,8 +59,8 @@ PRESETS = {
     "paper": Failures(),
     "fleet": Failures(mtbi_s=5.5 * YEAR_S, repair_s=4 * 3600.0, loss_s=60.0, join_s=60.0, restart_s=900.0,
                       checkpoint_s=900.0),
-    "poor-cloud": Failures(mtbi_s=300 * DAY_S, repair_s=6 * 3600.0, loss_s=120.0, join_s=120.0, restart_s=1200.0,
-                           checkpoint_s=1800.0),
+    "poor-cloud": Failures(mtbi_s=units.seconds("300d"), repair_s=6 * 3600.0, loss_s=120.0, join_s=120.0,
+                           restart_s=1200.0, checkpoint_s=1800.0),
 }  # fmt: skip
 """One interruption per chip and year, as the paper assumes; what large fleets report, 3.4 to 9.4 GPU-years (the middle
 of the logarithms); a poor cloud, under 400 GPU-days. The pauses of the last two are assumed."""

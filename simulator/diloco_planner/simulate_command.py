@@ -37,7 +37,6 @@ _TIME = number(units.seconds, 1e-4, 1e11, "a time, such as 1y, 90d or 3h")
 _STEP = number(units.seconds, 1e-4, 86_400.0, "a time, such as 1s or 250ms")
 _HOURS = number(float, 0.001, 100_000.0, "hours, from 0.001")
 _Encoding = Literal["float32", "bfloat16", "int8", "int4"]
-CHIPS = 1_200_000
 
 
 @Parameter(name="*")
@@ -45,9 +44,7 @@ CHIPS = 1_200_000
 class FleetOptions:
     """Learners with their chips, and how these fail."""
 
-    chips: Annotated[
-        int | None, Parameter(converter=_CHIPS, metavar="N", help="of all learners together", show_default=f"{CHIPS:,}")
-    ] = None
+    chips: Annotated[int | None, Parameter(converter=_CHIPS, metavar="N", help="of all learners together")] = None
     learners: Annotated[
         int | None, Parameter(converter=_LEARNERS, metavar="L", help="learners", show_default=str(LEARNERS))
     ] = None
@@ -83,7 +80,7 @@ class FleetOptions:
         """Raises ConfigError."""
         failures = described.failures(self.failures, self.mtbi)
         template = LearnerPlan("", Island(1), failures, self.step_time or LearnerPlan.step_s)
-        return described.learners(template, self.chips or CHIPS, self.learners or LEARNERS)
+        return described.learners(template, self.chips, self.learners or LEARNERS)
 
 
 @Parameter(name="*")

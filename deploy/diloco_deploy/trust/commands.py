@@ -18,7 +18,7 @@ from diloco_common.options import Days, Flag
 from diloco_common.trust.files import shown
 from diloco_common.trust.identity import Scope, subject_of
 from diloco_deploy import EVERY_S
-from diloco_deploy.trust.authority import CA_DAYS, is_good, make_authority, open_authority
+from diloco_deploy.trust.authority import CA_DAYS, CERTIFICATE_DAYS, is_good, make_authority, open_authority
 from diloco_deploy.trust.registry import Issued
 from diloco_deploy.trust.tending import Tending
 
@@ -54,7 +54,7 @@ def issue(
         list[str] | None,
         Parameter(metavar="NAME|IP", help="name or address of a shard, as workers dial it; may be repeated"),
     ] = None,
-    days: Annotated[Days, _VALID] = 90.0,
+    days: Annotated[Days, _VALID] = CERTIFICATE_DAYS,
     out: Annotated[
         Path | None,
         Parameter(metavar="FOLDER", help="where to put it", show_default="SCOPE-NAME in the folder of the authority"),
@@ -138,7 +138,7 @@ def tend(
         list[str] | None,
         Parameter(metavar="observer/NAME", help="our group may read its key: it runs as another user; may be repeated"),
     ] = None,
-    days: Annotated[Days, _VALID] = 90.0,
+    days: Annotated[Days, _VALID] = CERTIFICATE_DAYS,
     folder: Folder = CERTS,
 ) -> int:
     """Make the authority of a run if there is none, then keep running: issue and renew certificates for shards and

@@ -28,7 +28,7 @@ from itertools import islice
 from pathlib import Path
 
 from diloco_common.errors import ConfigError
-from diloco_common.settings import Settings
+from diloco_common.settings import Settings, ShardSettings
 from diloco_common.trust.files import CA, KEY, REVOKED, Stamp, stamp_of
 from diloco_common.trust.identity import Scope, Subject, subject_of
 from diloco_common.wire.addresses import is_loopback, parse_address
@@ -121,7 +121,7 @@ def _names_of_this_machine(listen: str) -> list[str]:
     return sorted({name, socket.getfqdn(), *found})
 
 
-LEARNERS_MAX = 1024
+LEARNERS_MAX: int = ShardSettings.model_fields["max_learners"].default
 """Most learners' folders; beyond it, new ones get no certificate."""
 LOOKED_AT_MAX = 4 * LEARNERS_MAX
 """Most folder entries checked for new learners."""

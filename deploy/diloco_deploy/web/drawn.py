@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import count, takewhile
 from typing import Any
 
-from diloco_deploy import EVERY_S
+from diloco_deploy import ASK_S, EVERY_S
 from diloco_deploy.cluster.findings import NAMES_SHOWN
 from diloco_deploy.cluster.members import KEPT_S, LEARNERS_MAX, SAME_S
 
@@ -129,8 +129,6 @@ class DrawnRounds:
 
 
 EVENTS_MAX = 200
-TOGETHER_S = 3 * SAME_S
-"""Events this close together are shown as one: two hundred learners may join at once."""
 
 # event of a shard -> (level, words for one learner, words for many)
 _OF_LEARNERS = {
@@ -224,8 +222,9 @@ class Events:
         return True
 
     def _together(self, kind: str, code: str, at: float) -> EventLine | None:
+        """What it is shown with: two hundred learners may join at once, and tell one shard after the other."""
         alike = (one for one in reversed(self._events) if (one.kind, one.code) == (kind, code))
-        return next((one for one in alike if abs(one.at - at) <= TOGETHER_S), None)
+        return next((one for one in alike if abs(one.at - at) <= ASK_S), None)
 
 
 def _words_of(shard: str, kind: str, facts: Mapping[str, Any]) -> str:
