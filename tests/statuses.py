@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from diloco_deploy.cluster.asking import IN_PLAINTEXT, Asker, fetch_all
+
 
 def learner(name: str = "ann", state: str = "alive", **changed: Any) -> dict[str, Any]:
     """As a shard tells of it."""
@@ -41,3 +43,8 @@ def traced(seq: int, *numbers: int, ago_s: float = 2.0, told: Any = (), **change
         "announced_s": 1.5, "tokens": 100, "absent": 0, "refused": {},
     } | changed  # fmt: skip
     return {"epoch": 7, "seq": seq, "rounds": [{**one, "round": n} for n in numbers], "events": list(told)}
+
+
+def fetch_status(address: str, timeout_s: float, asker: Asker = IN_PLAINTEXT) -> dict[str, Any] | None:
+    """The /status of one process; None if no valid answer arrived in time."""
+    return fetch_all({"it": address}, timeout_s, asker).get("it")

@@ -93,7 +93,6 @@ class ChipTimeline:
     """When the learner is gone: from, until, and whether it could say goodbye."""
     lost_s: float = 0.0
     """Computing time that restarts threw away."""
-    interruptions: int = 0
     spent: list[float] = field(default_factory=list)
     """Seconds by piece. Then, by piece, what was done before it: steps, and steps times share."""
     worked: list[float] = field(default_factory=list)
@@ -241,7 +240,6 @@ class _Drawing:
 
     def _lose(self) -> None:
         island, failures = self._island, self._failures
-        self.line.interruptions += 1
         heapq.heappush(self._repairs, self._now + repair_s(failures.repair_s, self._chance))
         if not island.elastic:
             waits_s = 0.0
@@ -268,7 +266,6 @@ class _Drawing:
     def _move(self) -> None:
         """Some chips go or come. Those that stay change over; if none stay, nobody waits."""
         before, self._gone = self._gone, self._moved()
-        self.line.interruptions += self._gone > before
         if max(before, self._gone) > 1 - ROUNDING:
             self._stand_still(0.0)
         elif not self._island.elastic:

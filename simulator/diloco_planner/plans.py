@@ -75,7 +75,6 @@ class RunOutcome:
     rounds: int
     """Outer steps of all fragments."""
     participants_mean: float
-    tokens_trained: float
     tokens_share_merged: float
     """Share of trained tokens that were merged, averaged over fragments; those in flight at the end do not count."""
     gbit_per_learner_up: float

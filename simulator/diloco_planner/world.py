@@ -188,7 +188,6 @@ class PlannedWorld:
             uptime=uptime([one.line for one in self.learners], ended),
             rounds=round(ledger.rounds * self.stands_for),
             participants_mean=ledger.participants / ledger.rounds if ledger.rounds else 0.0,
-            tokens_trained=trained,
             tokens_share_merged=ledger.tokens_merged / self.decided / trained if trained else 0.0,
             gbit_per_learner_up=8e-9 * up / computing if computing else 0.0,
             gbit_per_learner_down=8e-9 * down / computing if computing else 0.0,

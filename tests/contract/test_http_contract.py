@@ -17,7 +17,8 @@ from diloco_common.observe import http
 from diloco_common.observe.http import HttpServer, check_http_is_meant
 from diloco_common.observe.http_listener import HttpListener
 from diloco_common.settings import SecuritySettings
-from diloco_deploy.cluster.asking import Asker, fetch_status
+from diloco_deploy.cluster.asking import Asker
+from statuses import fetch_status
 from waiting import DEADLINE_S
 
 

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from diloco_deploy import health
-from diloco_deploy.cluster.asking import IN_PLAINTEXT, NoAnswer, ask, fetch_status
+from diloco_deploy.cluster.asking import IN_PLAINTEXT, NoAnswer, ask
 from diloco_deploy.cluster.reading import BODY_BYTES_MAX, Unreadable, get, read_json, read_status
+from statuses import fetch_status
 
 ESCAPES = "\x1b[2J\x1b]0;pwned\x07\r\n\x9b31m\u202eevil"
 HEAD = b"HTTP/1.1 200 OK\r\n"

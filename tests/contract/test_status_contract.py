@@ -15,7 +15,8 @@ from rich.console import Console
 from diloco_common.program import main
 from diloco_common.wire.addresses import write_address
 from diloco_deploy import status
-from diloco_deploy.cluster.asking import fetch_all, fetch_status
+from diloco_deploy.cluster.asking import fetch_all
+from statuses import fetch_status
 from waiting import DEADLINE_S
 
 SHARD = {

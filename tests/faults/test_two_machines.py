@@ -14,9 +14,10 @@ import pytest
 from networks import Namespace, need_namespaces
 
 from diloco_common.wire.addresses import read_address
-from diloco_deploy.cluster.asking import Asker, fetch_status
+from diloco_deploy.cluster.asking import Asker
 from pages import followed
 from processes import TINY, environment, until
+from statuses import fetch_status
 
 pytestmark = pytest.mark.xdist_group("network")
 DOCS = Path(__file__).resolve().parents[2] / "docs"

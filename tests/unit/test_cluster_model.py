@@ -24,7 +24,7 @@ def record(**processes: str) -> ClusterRecord:
         name: MemberRecord(role="shard" if name[0] == "s" else "worker", process=process, **KILLED)
         for name, process in names.items()
     }
-    return ClusterRecord(run="local", shards=2, workers=2, fragments=24, members=members)
+    return ClusterRecord(shards=2, workers=2, members=members)
 
 
 def called(*said: dict[str, Any], known: ClusterRecord | None = None, silent: tuple[str, ...] = ()) -> Roll:

@@ -36,14 +36,6 @@ class Asker:
 IN_PLAINTEXT = Asker()
 
 
-def fetch_status(address: str, timeout_s: float, asker: Asker = IN_PLAINTEXT) -> dict[str, Any] | None:
-    """The /status of a process; None if no valid answer arrived in time."""
-    try:
-        return _status(address, timeout_s, asker)
-    except (OSError, ValueError):
-        return None
-
-
 def _status(address: str, timeout_s: float, asker: Asker) -> dict[str, Any] | None:
     """Raises OSError, Unreadable."""
     code, body = asker.get(address, timeout_s)

@@ -39,10 +39,8 @@ class MemberRecord(BaseModel):
 class ClusterRecord(BaseModel):
     """The members of a cluster of `diloco up`; the file `run/cluster.json` of its folder while it runs."""
 
-    run: str
     shards: int
     workers: int
-    fragments: int
     quorum: int = 1
     """Contributions that close a round; 1 if the quorum is "all"."""
     training: bool = False
@@ -53,7 +51,7 @@ class ClusterRecord(BaseModel):
     def of(cls, settings: Settings) -> ClusterRecord:
         cluster, sync = settings.cluster, settings.sync
         return cls(
-            run=settings.run.id, shards=cluster.shards, workers=cluster.workers, fragments=sync.fragments,
+            shards=cluster.shards, workers=cluster.workers,
             quorum=1 if sync.quorum == "all" else sync.quorum,
         )  # fmt: skip
 
