@@ -114,6 +114,7 @@ async def test_a_port_in_use_is_refused_by_name(process):
 
 
 SHOWN = {"epoch": 7, "learners": [{"id": "ann", "state": "alive", "generation": 3}], "version": 2}
+ROLE = {"role": "shard", "index": 0}
 OPEN = {"learners": [{"id": "ann", "state": "alive"}], "version": 2}
 TOKEN = "a-token-of-16-or-more"
 
@@ -162,11 +163,11 @@ async def test_further_pages_are_for_callers_of_this_machine_and_those_with_the_
 
 async def test_diloco_status_sends_the_token_that_it_was_given(process, monkeypatch):
     monkeypatch.setattr(http, "is_loopback", lambda _: False)
-    process.status = lambda: {"role": "shard", **SHOWN}
+    process.status = lambda: {**ROLE, **SHOWN}
     async with process.serving(TOKEN) as browser:
         address = f"{browser.base_url.host}:{browser.base_url.port}"
-        assert await asyncio.to_thread(fetch_status, address, 20.0) == {"role": "shard", **OPEN}
-        assert await asyncio.to_thread(fetch_status, address, 20.0, Asker(None, TOKEN)) == {"role": "shard", **SHOWN}
+        assert await asyncio.to_thread(fetch_status, address, 20.0) == {**ROLE, **OPEN}
+        assert await asyncio.to_thread(fetch_status, address, 20.0, Asker(None, TOKEN)) == {**ROLE, **SHOWN}
 
 
 async def test_the_token_follows_no_redirect(process):

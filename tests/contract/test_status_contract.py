@@ -20,7 +20,7 @@ from statuses import fetch_status
 from waiting import DEADLINE_S
 
 SHARD = {
-    "role": "shard", "name": "shard-1", "ready": True, "uptime_s": 12.0, "tokens_merged": 42,
+    "role": "shard", "name": "shard-1", "index": 1, "count": 2, "ready": True, "uptime_s": 12.0, "tokens_merged": 42,
     "fragments": [{"id": 0, "version": 7}],
 }  # fmt: skip
 

@@ -107,10 +107,10 @@ def test_what_was_issued_is_listed_and_revoked_by_name_or_serial(folder: Path, c
     assert main(["certs", "list"]) == 0
 
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[:3] for line in lines[1:]] == [
-        ["learner/a", "certificate", "revoked"],
-        ["learner/b", "certificate", "revoked"],
-        ["learner/a", "certificate", "revoked"],
+    assert [line.split()[:2] for line in lines[1:]] == [
+        ["learner/a", "revoked"],
+        ["learner/b", "revoked"],
+        ["learner/a", "revoked"],
     ]
     revoked = read_revocations(folder / "revoked.json")
     assert {one.serial for one in revoked} == {one.serial for one in registry.issued()} | {"3aa6c68d58750627"}

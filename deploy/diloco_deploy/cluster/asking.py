@@ -123,7 +123,7 @@ def ask(asker: Asker, address: str, epoch: int, after: int, timeout_s: float = A
         raise NoAnswer(f"{address} is not a shard")
     try:
         rounds = reading.read_json(_get(asker, address, f"/rounds?epoch={epoch}&after={after}", timeout_s))
-    except (NoAnswer, reading.Unreadable):  # an older shard, or one that requires the token
+    except (NoAnswer, reading.Unreadable):  # it requires the token
         rounds = None
     return ShardReply(asked_at, status, rounds)
 

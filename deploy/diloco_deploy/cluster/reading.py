@@ -201,7 +201,7 @@ _WORKER: _Fields = {
     "shards": [{"address": TEXT, "index": COUNT, "connected": FLAG, "generation": COUNT, "epoch": COUNT, "code": TEXT,
                 "why": TEXT, "reconnects": COUNT}],
 }  # fmt: skip
-_NEEDED = {"id": (_LEARNER, _FRAGMENT), "state": (_LEARNER,), "version": (_FRAGMENT,)}
+_NEEDED = {"id": (_LEARNER, _FRAGMENT), "state": (_LEARNER,), "version": (_FRAGMENT,), "index": (_SHARD,)}
 
 
 def read_status(body: bytes) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def record_file(folder: Path) -> Path:
 
 
 def read_record(folder: Path) -> ClusterRecord | None:
-    """The record in a cluster's folder; None: no cluster runs there, or one of an older version."""
+    """The record in a cluster's folder; None: no cluster runs there."""
     try:
         return ClusterRecord.model_validate(json.loads(record_file(folder).read_text(encoding="utf-8")))
     except (OSError, ValueError, ValidationError):
@@ -196,15 +196,10 @@ class _Call:
         """The shards: as many as any of them, or the record, reports."""
         count = max([int(s.get("count") or 0) for s in self._shards] + [self._record.shards if self._record else 0])
         by_index = {int(shard["index"]): shard for shard in self._shards if shard.get("index") is not None}
-        strays = {str(shard.get("name")): shard for shard in self._shards if shard.get("index") is None}  # older ones
         names = [f"shard-{index}" for index in range(count)]
         missing = [index for index in range(count) if index not in by_index and names[index] not in self.silent]
         unnamed = [name for name in self.silent if ":" in name]
-        for name, shard in strays.items():
-            yield self._answered(name, "shard", shard)
         for index, name in enumerate(names):
-            if name in strays:
-                continue
             if (status := by_index.get(index)) is not None:
                 yield self._answered(name, "shard", status)
                 continue

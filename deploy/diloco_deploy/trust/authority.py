@@ -82,7 +82,7 @@ class Authority:
         certificate = self._sign(subject, key.public_key(), _alternative_names(subject, hosts), now, days)
         into = into or self.folder / str(subject).replace("/", "-")
         expires = int(certificate.not_valid_after_utc.timestamp())
-        issued = Issued("certificate", subject.uri, serial_text(certificate.serial_number), expires)
+        issued = Issued(subject.uri, serial_text(certificate.serial_number), expires)
         with disk_errors(ConfigError, NOT_WRITTEN):
             into.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.registry.note(issued)  # first, so every certificate is listed even after a crash

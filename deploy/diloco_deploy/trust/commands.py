@@ -86,9 +86,9 @@ def listing(*, folder: Folder = CERTS) -> int:
     """Show what was issued."""
     authority, now = open_authority(folder), datetime.now(UTC)
     revoked = authority.registry.revoked()
-    rows = [("IDENTITY", "KIND", "STATE", "UNTIL", "SERIAL")]
+    rows = [("IDENTITY", "STATE", "UNTIL", "SERIAL")]
     rows += [
-        (str(one.subject), one.kind, one.state(now, revoked), _until(one), one.serial)
+        (str(one.subject), one.state(now, revoked), _until(one), one.serial)
         for one in authority.registry.issued()
     ]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]

@@ -38,8 +38,6 @@ SERIAL_DIGITS_MIN = 12
 
 @dataclass(frozen=True, slots=True)
 class Issued:
-    kind: str
-    """"certificate"; in older folders also "token"."""
     who: str
     serial: str
     expires: int

@@ -174,7 +174,7 @@ class Tending:
         registry = self._authority.registry
         stamp = stamp_of(registry.files)
         if stamp != self._records:
-            self._newest = {one.who: one for one in registry.issued() if one.kind == "certificate"}
+            self._newest = {one.who: one for one in registry.issued()}
             learners = [one.subject for one in self._newest.values() if one.subject.scope is Scope.LEARNER]
             self._known = {str(learner).replace("/", "-"): learner for learner in learners}
             self._revoked = registry.revoked()
