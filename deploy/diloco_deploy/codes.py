@@ -171,7 +171,7 @@ LINK = (
         "The clocks differ, so certificates begin and end at the wrong time.",
         "Set both clocks by NTP (`timedatectl set-ntp true`).", "`date -u` on both machines",
     ),
-    _finding("CLOCK_UNKNOWN", "The shard is older, and does not report the time.", "Install equal versions."),
+    _finding("CLOCK_UNKNOWN", "The shard does not report the time.", "Install equal versions."),
     _finding(
         "PACKAGES_DIFFER", "The packages differ, but the protocol is the same.",
         "Install equal versions when you can.", "`diloco --version` on both machines",
@@ -223,9 +223,6 @@ MACHINE = (
     _finding(
         "DEVICE_MISSING", "torch cannot use the device that was named.",
         "Check that this build of torch supports it, and that the driver sees it (`nvidia-smi`).",
-    ),
-    _finding(
-        "DEVICE_FULL", "The device has hardly any free memory.", "Stop what else runs there (`nvidia-smi` lists it).",
     ),
     _finding(
         "DEVICE_WRONG", "The device computed different bits from the same numbers: it must not train.",

@@ -100,10 +100,6 @@ def validity(whose: str, until: datetime, now: datetime) -> ReportLine:
     return warning("CERTIFICATE_ENDS_SOON", what) if until - now < ENDS_SOON else ok(what)
 
 
-SKEW_MOST_S = 6 * SKEW_S
-"""Difference of clocks that is a failure if certificates depend on it; beyond `SKEW_S` it is a warning."""
-
-
 def describe(door: Door, known: Known, protocol: int) -> Sequence[ReportLine]:
     """Whether a shard accepts us, and the run it serves. Raises its Refusal."""
     try:
@@ -145,8 +141,7 @@ def clock_of(door: Door, known: Known) -> ReportLine:
     """The finding for a shard's clock."""
     if (told := known.told.get(door.address)) is None:
         return warning("CLOCK_UNKNOWN", f"{door.address} does not say what time it is")
-    proven = door.files is not None or door.token is not None
-    return clock(door.address, told.skew_s + known.round_trip_s.get(door.address, 0.0) / 2, proven=proven)
+    return clock(door.address, told.skew_s + known.round_trip_s.get(door.address, 0.0) / 2)
 
 
 def version(door: Door, known: Known, ours: str) -> Sequence[ReportLine]:
@@ -155,15 +150,13 @@ def version(door: Door, known: Known, ours: str) -> Sequence[ReportLine]:
     return [] if told is None else [package(door.address, told.package, ours)]
 
 
-def clock(address: str, skew_s: float, *, proven: bool) -> ReportLine:
+def clock(address: str, skew_s: float) -> ReportLine:
     """The finding for a shard's clock that is `skew_s` seconds ahead of ours."""
     what = (
         f"the clock of {address} is {abs(skew_s):,.0f} s {'ahead of' if skew_s > 0 else 'behind'} this machine's"
         if abs(skew_s) >= 1
         else f"the clocks of {address} and this machine agree within a second"
     )
-    if abs(skew_s) > SKEW_MOST_S and proven:
-        return failure("CLOCK_SKEWED", what, clock_skew_s=skew_s)
     return warning("CLOCK_SKEWED", what, clock_skew_s=skew_s) if abs(skew_s) > SKEW_S else ok(what, clock_skew_s=skew_s)
 
 

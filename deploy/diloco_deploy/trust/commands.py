@@ -88,8 +88,7 @@ def listing(*, folder: Folder = CERTS) -> int:
     revoked = authority.registry.revoked()
     rows = [("IDENTITY", "STATE", "UNTIL", "SERIAL")]
     rows += [
-        (str(one.subject), one.state(now, revoked), _until(one), one.serial)
-        for one in authority.registry.issued()
+        (str(one.subject), one.state(now, revoked), _until(one), one.serial) for one in authority.registry.issued()
     ]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
