@@ -125,21 +125,22 @@ def test_what_one_answer_shows(changed, path, shown):
 
 
 @pytest.mark.parametrize(
-    ("losses", "title", "words"),
+    ("losses", "level", "title", "words"),
     [
-        ([4.0, 3.9, 2.5], "Training", "The loss is 2.500; it was 4.000 0:02 ago."),
-        ([2.0], "Training", "The loss is 2.000."),
-        ([2.0, None], "No loss now", "None of the learners that are here reports a loss."),
-        ([None] * 20, "No loss yet", "No learner has reported a loss."),
+        ([4.0, 3.9, 2.5], "good", "Training", "The loss is 2.500; 0:02 ago it was 4.000."),
+        ([2.5, 2.6], "info", "Training", "The loss is 2.600; 0:01 ago it was 2.500."),
+        ([2.0], "info", "Training", "The loss is 2.000."),
+        ([2.0, None], "info", "No loss now", "None of the learners that are here reports a loss."),
+        ([None] * 20, "info", "No loss yet", "No learner has reported a loss."),
     ],
 )
-def test_how_the_loss_goes_is_told_in_figures(losses, title, words):
+def test_how_the_loss_goes_is_told_in_figures(losses, level, title, words):
     feed = feed_of("shard-0")
     for second, loss in enumerate(losses):
         feed.heard("shard-0", shard(learners=[learner("ann", loss=loss)]), now=NOW + second)
         feed.sample(NOW + second)
     said = feed.since(0, NOW)["headlines"]["learning"]
-    assert (said["title"], said["words"]) == (title, words)
+    assert (said["level"], said["title"], said["words"]) == (level, title, words)
 
 
 def test_only_what_is_new_is_sent_again():

@@ -68,8 +68,8 @@ def _learning(
     if points[-1].loss is None:
         return _said("info", "No loss now", "None of the learners that are here reports a loss.")
     (began, first), (now, loss) = known[0], known[-1]
-    before = f"; it was {units.loss(first)} {units.clock(now - began)} ago" if now > began else ""
-    return _said("good", "Training", f"The loss is {units.loss(loss)}{before}.")
+    before = f"; {units.clock(now - began)} ago it was {units.loss(first)}" if now > began else ""
+    return _said("good" if loss < first else "info", "Training", f"The loss is {units.loss(loss)}{before}.")
 
 
 def _here(
