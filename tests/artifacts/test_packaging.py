@@ -10,8 +10,6 @@ import sys
 import tomllib
 import zipfile
 from collections.abc import Iterator, Mapping
-from email.message import Message
-from email.parser import Parser
 from pathlib import Path
 
 import pytest
@@ -41,11 +39,6 @@ def name(request: pytest.FixtureRequest) -> str:
 def wheel(wheels: Mapping[str, Path], name: str) -> Iterator[zipfile.ZipFile]:
     with zipfile.ZipFile(wheels[name]) as archive:
         yield archive
-
-
-def metadata_of(wheel: zipfile.ZipFile) -> Message:
-    (path,) = (path for path in wheel.namelist() if path.endswith(".dist-info/METADATA"))
-    return Parser().parsestr(wheel.read(path).decode())
 
 
 def projects(repository: Path) -> list[dict[str, object]]:

@@ -78,10 +78,6 @@ def _silence() -> list[bytes]:
     return [pb.Progress(inner_step=1).SerializeToString()]
 
 
-ENDED = {"STALE_GENERATION", "SUPERSEDED", "NOT_JOINED", "LEASE_EXPIRED"}
-"""Answers to a generation that is over: whoever gets one has been taken for the learner, but did no harm."""
-
-
 def judge_identity(found: Evidence) -> list[str]:
     """Nothing is accepted in another's name, and its lease goes on."""
     taken = [a for a in found.seen.answers if a.split()[-1] in ("OK", "ACCEPTED", "LATE", "DUPLICATE", "ended")]

@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from in_process import InProcessShard, settings_with
+from in_process import settings_with
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import diloco_worker
-from diloco_common.errors import FrozenMismatch
 from diloco_common.program import main
 from diloco_worker.learner import Learner
 from waiting import until
@@ -177,22 +176,3 @@ def test_a_learner_that_comes_later_begins_with_the_statistics_of_the_run(serve)
             with late.learner.global_values():
                 late.model(torch.full((16, 4), 100.0))
             assert float(late.model.norm.running_mean.abs().max()) < 10, "undone"
-
-
-def lora(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """A base that is loaded, here from a seed, and an adapter."""
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Embedding(11, 4), nn.Linear(4, 4)).requires_grad_(False).to(dtype)
-    return nn.Sequential(model, nn.Linear(4, 2))
-
-
-def join(shard: InProcessShard, learner_id: str, model: nn.Module, **options: object) -> Learner:
-    return diloco_worker.join(shard.address, model, learner_id=learner_id, wait_s=20.0, **options)
-
-
-def refused(shard: InProcessShard, model: nn.Module) -> str:
-    with pytest.raises(FrozenMismatch) as refusal:
-        join(shard, "other", model)
-    assert refusal.value.exit_code == 6
-    assert shard.member_state("other") == "unknown"
-    return str(refusal.value)

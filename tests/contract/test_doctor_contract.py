@@ -22,11 +22,6 @@ from diloco_deploy.doctor.command import Patient, look
 from secret_files import secret_file
 
 
-@pytest.fixture
-def secure(serve: Callable[..., InProcessShard], run: Certificates) -> InProcessShard:
-    return serve(settings_with(security={"tls": run.issue("shard/0", days=80)}))
-
-
 def found_at(*addresses: str, tls: Path | None = None, **sections: dict[str, object]) -> list[ReportLine]:
     """What the doctor finds on the way to shards."""
     if tls is not None:
@@ -39,10 +34,6 @@ def found_at(*addresses: str, tls: Path | None = None, **sections: dict[str, obj
 
 def failures(findings: list[ReportLine]) -> list[str]:
     return [finding.code for finding in findings if finding.state is State.FAILURE]
-
-
-def codes(findings: list[ReportLine]) -> set[str]:
-    return {finding.code for finding in findings}
 
 
 def closed_port() -> str:

@@ -10,7 +10,6 @@ import torch
 from diloco_common.codec import memory
 from diloco_worker.core import device
 
-MIB = 1 << 20
 SIZE = memory.LEAST // 4 + 1000
 
 
