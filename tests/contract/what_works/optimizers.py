@@ -135,24 +135,7 @@ def in_backward() -> Script:
     return Script(model, step)
 
 
-@CASES.script("an update by hand: p -= lr * p.grad")
-def by_hand() -> Script:
-    model = small()
-
-    def step() -> Tensor:
-        loss = loss_of(model)
-        model.zero_grad()
-        loss.backward()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter -= RATE * parameter.grad  # type: ignore[operator]
-        return loss
-
-    return Script(model, step)
-
-
-@CASES.script("an update by hand: p.data = p.data - lr * p.grad")
-def by_hand_with_new_memory() -> Script:
+def by_hand(update: Callable[[Any], None]) -> Script:
     model = small()
 
     def step() -> Tensor:
@@ -160,11 +143,23 @@ def by_hand_with_new_memory() -> Script:
         model.zero_grad()
         loss.backward()
         for parameter in model.parameters():
-            assert parameter.grad is not None
-            parameter.data = parameter.data - RATE * parameter.grad
+            update(parameter)
         return loss
 
     return Script(model, step)
+
+
+@torch.no_grad()
+def in_place(parameter: Any) -> None:
+    parameter -= RATE * parameter.grad
+
+
+def with_new_memory(parameter: Any) -> None:
+    parameter.data = parameter.data - RATE * parameter.grad
+
+
+CASES.script("an update by hand: p -= lr * p.grad")(partial(by_hand, in_place))
+CASES.script("an update by hand: p.data = p.data - lr * p.grad")(partial(by_hand, with_new_memory))
 
 
 @CASES.script("gradient accumulation and clipping")
@@ -189,14 +184,7 @@ def scheduled() -> Script:
     model = small()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=RATE, total_steps=10)
-    usual = loop(model, optimizer)
-
-    def step() -> Tensor:
-        loss = usual()
-        schedule.step()
-        return loss
-
-    return Script(model, step)
+    return Script(model, loop(model, optimizer, after=schedule.step))
 
 
 @CASES.script("ProgressLR")
@@ -206,16 +194,10 @@ def progress() -> Script:
     model = small()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     made: list[Any] = []
-    usual = loop(model, optimizer)
-
-    def step() -> Tensor:
-        loss = usual()
-        made[0].step()
-        return loss
-
     return Script(
-        model, step, joined=lambda learner: made.append(diloco_worker.ProgressLR(optimizer, learner, "cosine"))
-    )
+        model, loop(model, optimizer, after=lambda: made[0].step()),
+        joined=lambda learner: made.append(diloco_worker.ProgressLR(optimizer, learner, "cosine")),
+    )  # fmt: skip
 
 
 @CASES("companions= with AdamW, Adam, Muon or SGD")
@@ -301,13 +283,7 @@ class WithTarget(nn.Module):
 def target() -> Script:
     model = WithTarget()
     optimizer = torch.optim.SGD(model.net.parameters(), lr=RATE)
-    train = loop(model.net, optimizer)
-
-    def step() -> Tensor:
-        loss = train()
-        model.target.load_state_dict(model.net.state_dict())
-        return loss
-
+    step = loop(model.net, optimizer, after=lambda: model.target.load_state_dict(model.net.state_dict()))
     return Script(model, step, {"private": ["target.*"], "optimizer": optimizer})
 
 
@@ -322,14 +298,7 @@ def target_unsaid(ground: Ground) -> None:
 def head_in_loss() -> Script:
     both = nn.ModuleList([small(), nn.Linear(2, 1)])
     optimizer = torch.optim.SGD(both.parameters(), lr=RATE)
-
-    def step() -> Tensor:
-        optimizer.zero_grad()
-        loss = loss_of(lambda x: both[1](both[0](x)).expand(-1, 2))
-        loss.backward()
-        optimizer.step()
-        return loss
-
+    step = loop(both, optimizer, lambda: loss_of(lambda x: both[1](both[0](x)).expand(-1, 2)))
     return Script([both[0], both[1]], step, {"optimizer": optimizer})
 
 

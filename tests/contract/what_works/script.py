@@ -240,9 +240,10 @@ def loss_of(model: Callable[..., Tensor]) -> Tensor:
 
 
 def loop(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, loss: Callable[[], Tensor] | None = None
-) -> Callable[[], Tensor]:
-    """The usual pass of a loop, with SGD if there is no other optimizer."""
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, loss: Callable[[], Tensor] | None = None,
+    after: Callable[[], object] = lambda: None,
+) -> Callable[[], Tensor]:  # fmt: skip
+    """The usual pass of a loop, with SGD if there is no other optimizer; `after`: what it does then."""
     given = optimizer or torch.optim.SGD([p for p in model.parameters() if p.requires_grad], RATE)
 
     def step() -> Tensor:
@@ -250,6 +251,7 @@ def loop(
         found = loss_of(model) if loss is None else loss()
         found.backward()
         given.step()
+        after()
         return found
 
     return step

@@ -7,7 +7,7 @@ import io
 import pickle
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from diloco_worker import Learner
@@ -20,14 +20,7 @@ CASES = Cases()
 def averaged() -> Script:
     model = small()
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    usual_step = loop(model)
-
-    def step() -> Tensor:
-        loss = usual_step()
-        ema.update_parameters(model)
-        return loss
-
-    return Script(model, step)
+    return Script(model, loop(model, after=lambda: ema.update_parameters(model)))
 
 
 @CASES.script("an average swapped in to evaluate, and back (p.data.copy_)")
@@ -167,19 +160,13 @@ def modes() -> Script:
 @CASES.script("weights clamped or projected in place")
 def clamped() -> Script:
     model = small()
-    usual_step = loop(model)
 
+    @torch.no_grad()
     def clamp() -> None:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.clamp_(-2, 2)
+        for parameter in model.parameters():
+            parameter.clamp_(-2, 2)
 
-    def step() -> Tensor:
-        loss = usual_step()
-        clamp()
-        return loss
-
-    return Script(model, step, {"after_version": clamp})
+    return Script(model, loop(model, after=clamp), {"after_version": clamp})
 
 
 @CASES.script('layers that are frozen and unfrozen, with shared="all"')

@@ -9,11 +9,11 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from test_ranks_contract import DeepSpeedEngine, fsdp1, tensor_parallel
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
@@ -128,23 +128,10 @@ def refused(make: Callable[[], nn.Module]) -> Callable[[Ground], None]:
 
 
 CASES("DistributedDataParallel or fully_shard without island=")(refused(lambda: DistributedDataParallel(small())))
-CASES("FullyShardedDataParallel (FSDP1)")(
-    refused(lambda: FullyShardedDataParallel(small(), device_id=torch.device("cpu")))
-)
-CASES("tensor parallelism")(
-    refused(lambda: parallelize_module(small(), init_device_mesh("cpu", (1,)), {"0": ColwiseParallel()}))
-)
+CASES("FullyShardedDataParallel (FSDP1)")(refused(fsdp1))
+CASES("tensor parallelism")(refused(tensor_parallel))
 
 
-class DeepSpeedEngine(nn.Module):
-    """Called as the real one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.module = small()
-
-
-DeepSpeedEngine.__module__ = "deepspeed.runtime.engine"
 CASES("DeepSpeed")(refused(DeepSpeedEngine))
 
 
