@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -9,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from diloco_common.errors import NotFinite, Refusal, Superseded
-from diloco_common.wire.messages import PushAnswer, VersionId
+from diloco_common.wire.messages import PushAnswer
 from diloco_server.core import patience
 from diloco_server.core.admission import DUPLICATE
 from diloco_server.core.due import DueFragments
@@ -43,19 +44,22 @@ Mutant = tuple[Any, str, Callable[[Any], Any]]
 MUTANTS: dict[str, Mutant] = {}
 
 
-def breaks(owner: Any, name: str, among: dict[str, Mutant] = MUTANTS) -> Callable[[Any], Any]:
-    """The decorated function stands in for `owner.name`, be it a method, a property or a function.
+def instead(act: Callable[..., Any]) -> Callable[[Any], Any]:
+    """What lets `act` stand in for a method, a property or a function. The original comes before its own arguments."""
 
-    The original comes before its own arguments.
-    """
+    def make(original: Any) -> Any:
+        if isinstance(original, property):
+            return property(lambda self: act(original.fget, self))
+        return lambda *args, **how: act(original, *args, **how)
+
+    return make
+
+
+def breaks(owner: Any, name: str) -> Callable[[Any], Any]:
+    """The decorated function stands in for `owner.name`."""
 
     def add(act: Any) -> Any:
-        def make(original: Any) -> Any:
-            if isinstance(original, property):
-                return property(lambda self: act(original.fget, self))
-            return lambda *args, **how: act(original, *args, **how)
-
-        among[act.__name__] = owner, name, make
+        MUTANTS[act.__name__] = owner, name, instead(act)
         return act
 
     return add
@@ -80,6 +84,57 @@ def broken_by(mutant: Mutant, options: Options) -> str | None:
     except ScheduleFailed as failed:
         return getattr(failed.violation, "name", type(failed.violation).__name__)
     return None
+
+
+BY_A_WORD: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    # The grace window never ends.
+    "wait_for_all": (Round, "verdict", lambda was, self, quorum, until, now: was(self, quorum, math.inf, now)),
+    # The learner never believes that it was merged.
+    "carry_although_merged": (
+        PendingContribution, "fate_in",
+        lambda was, self, version, epoch, merged, forgotten: was(self, version, epoch, 0, forgotten),
+    ),
+    # The learner always believes that it was merged.
+    "ignore_merged_version": (PendingContribution, "fate_in", lambda was, *args: Fate.MERGED),
+    # A contribution that was not merged stays under way.
+    "never_give_back": (LearnerFragment, "give_back", lambda was, self: None),
+    # Whoever asks gets the change since the version before, whatever version it has.
+    "add_changes_to_anything": (
+        Shard, "change_since", lambda was, self, p, have: have and was(self, p, self.fragments[p].before)
+    ),
+    # What was taken for one epoch of a shard is pushed to the next one as well.
+    "push_to_any_epoch": (PendingContribution, "begin_push", lambda was, self, lease: self.pushes.begin(lease)),
+    # A folder that was emptied begins with an epoch that it had before.
+    "begin_every_folder_at_epoch_1": (
+        FileStore, "__init__", lambda was, self, fs, origin, *, first_epoch: was(self, fs, origin, first_epoch=1)
+    ),
+    # A learner that was resumed counts what its checkpoint had trained as its own work.
+    "contribute_the_checkpoint_again": (
+        LearnerFragment, "adopt", lambda was, self, *args: was(self, *args[:3], 0, 0)
+    ),
+    # A contribution weighs what its learner says that it holds.
+    "weigh_as_claimed": (
+        Influence, "bound_weights", lambda was, self, taken: {c.learner_id: replace(c, counted=c.tokens) for c in taken}
+    ),
+    # A contribution moves the model as far as it likes.
+    "take_any_length": (Influence, "_limits", lambda was, self, taken, before, own: ({}, before)),
+    # The steps of one stranger are enough for a round.
+    "let_one_stranger_open_rounds": (
+        DueFragments, "among", lambda was, self, live, merging, quorum: was(self, live, merging, 1)
+    ),
+    # Parts that cover half of a fragment are a contribution.
+    "take_half_for_the_whole": (
+        HalfContribution, "is_complete", lambda was, self: 2 * self._covered >= self._elements
+    ),
+    # That a rank's part was refused is heard late, and believed of the next contribution to the same round.
+    "take_any_refusal_for_that_of_this_one": (
+        LearnerCore, "answered", lambda was, self, p, number, answer, tokens=0: was(self, p, number, answer)
+    ),
+    # A checkpoint holds the last step, and the counts of the step before.
+    "save_what_is_counted_so_far": (IslandCouncil, "trained", lambda was, *args: Council.trained(*args)),
+}  # fmt: skip
+for _name, (_owner, _attribute, _act) in BY_A_WORD.items():
+    MUTANTS[_name] = _owner, _attribute, instead(_act)
 
 
 @breaks(Round, "lose")
@@ -135,12 +190,6 @@ def take_every_seed(original: Any, self: Taking, member: Any, header: Any) -> An
     return None if header.is_seed and answer is DUPLICATE else answer
 
 
-@breaks(Round, "verdict")
-def wait_for_all(original: Any, self: Any, quorum: Any, waits_until: Any, now: Any) -> Any:
-    """The grace window never ends."""
-    return original(self, quorum, float("inf"), now)
-
-
 MUTANTS["wait_for_the_overdue_in_every_round"] = patience, "OVERDUE", lambda steps: 0
 
 
@@ -160,24 +209,6 @@ def stop_whoever_joins_again(original: Any, self: Membership, learner_id: str, g
     if member is not None and generation < member.generation:
         raise Superseded("another process joined")
     return original(self, learner_id, generation)
-
-
-@breaks(PendingContribution, "fate_in")
-def carry_although_merged(original: Any, self: Any, version: int, epoch: int, merged: int, forgotten: Any) -> Any:
-    """The learner never believes that it was merged."""
-    return original(self, version, epoch, 0, forgotten)
-
-
-@breaks(PendingContribution, "fate_in")
-def ignore_merged_version(original: Any, *args: Any) -> Any:
-    """The learner always believes that it was merged."""
-    return Fate.MERGED
-
-
-@breaks(LearnerFragment, "give_back")
-def never_give_back(original: Any, self: Any) -> Any:
-    """A contribution that was not merged stays under way."""
-    return None
 
 
 @breaks(FragmentTensors, "carry")
@@ -209,18 +240,6 @@ def keep_what_a_shard_forgot(original: Any, self: LearnerCore, statuses: Any, ep
     """A contribution to a shard that has lost its memory stays pending."""
     for status in statuses:
         self.fragments[status.fragment_id].asked = None
-
-
-@breaks(Shard, "change_since")
-def add_changes_to_anything(original: Any, self: Shard, fragment_id: int, have: VersionId | None) -> Any:
-    """Whoever asks gets the change since the version before, whatever version it has."""
-    return None if have is None else original(self, fragment_id, self.fragments[fragment_id].before)
-
-
-@breaks(PendingContribution, "begin_push")
-def push_to_any_epoch(original: Any, self: Any, lease: Any) -> Any:
-    """What was taken for one epoch of a shard is pushed to the next one as well."""
-    return self.pushes.begin(lease)
 
 
 @breaks(FragmentState, "forget")
@@ -292,12 +311,6 @@ def keep_the_old_name(original: Any, self: FileStore, *args: Any) -> Any:
     return header, replace(found, is_behind=False)
 
 
-@breaks(FileStore, "__init__")
-def begin_every_folder_at_epoch_1(original: Any, self: FileStore, fs: Any, origin: Any, *, first_epoch: int) -> None:
-    """A folder that was emptied begins with an epoch that it had before."""
-    original(self, fs, origin, first_epoch=1)
-
-
 # ------------------------------------------------------------ what only the product's own shells can get wrong
 
 
@@ -336,33 +349,7 @@ def compute_the_record_again(original: Any, self: Versions, record: Any, publish
     state.record.merged_versions.update(before)
 
 
-@breaks(LearnerFragment, "adopt")
-def contribute_the_checkpoint_again(
-    original: Any, self: Any, values: Any, version: int, epoch: int, *counted: int
-) -> None:
-    """A learner that was resumed counts what its checkpoint had trained as its own work."""
-    original(self, values, version, epoch, 0, 0)
-
-
 # ------------------------------------------------------------ hostile learners
-
-
-@breaks(Influence, "bound_weights")
-def weigh_as_claimed(original: Any, self: Influence, taken: Any) -> Any:
-    """A contribution weighs what its learner says that it holds."""
-    return {c.learner_id: replace(c, counted=c.tokens) for c in taken}
-
-
-@breaks(Influence, "_limits")
-def take_any_length(original: Any, self: Influence, taken: Any, before: Any, own: Any) -> Any:
-    """A contribution moves the model as far as it likes."""
-    return {}, before
-
-
-@breaks(DueFragments, "among")
-def let_one_stranger_open_rounds(original: Any, self: DueFragments, live: Any, merging: Any, quorum: Any) -> Any:
-    """The steps of one stranger are enough for a round."""
-    return original(self, live, merging, 1)
 
 
 # ------------------------------------------------------------ members
@@ -392,12 +379,6 @@ def let_one_learner_take_all_places(original: Any, self: Places[Any], account: s
 # ------------------------------------------------------------ islands
 
 
-@breaks(HalfContribution, "is_complete")
-def take_half_for_the_whole(original: Any, self: Any) -> Any:
-    """Parts that cover half of a fragment are a contribution."""
-    return 2 * self._covered >= self._elements
-
-
 @breaks(Round, "lose")
 def keep_parts_of_who_is_gone(original: Any, self: Round, learner_id: str, quorum: Any) -> Any:
     """Half a contribution stays in its round when the generation ends that has pushed it."""
@@ -408,14 +389,6 @@ def keep_parts_of_who_is_gone(original: Any, self: Round, learner_id: str, quoru
     return fenced
 
 
-@breaks(LearnerCore, "answered")
-def take_any_refusal_for_that_of_this_one(
-    original: Any, self: Any, p: int, number: int, answer: Any, tokens: int = 0
-) -> Any:
-    """That a rank's part was refused is heard late, and believed of the next contribution to the same round."""
-    return original(self, p, number, answer)
-
-
 @breaks(CouncilLog, "_is_ready")
 def act_on_own_words(original: Any, self: CouncilLog, rank: int, word: Any) -> None:
     """A rank applies a version as soon as it has it, whatever the others have."""
@@ -424,9 +397,3 @@ def act_on_own_words(original: Any, self: CouncilLog, rank: int, word: Any) -> N
     if fetching is not None and rank == self.rank and p not in self._complete:
         fetching.ready.setdefault(LEADER, word)
         self._complete.append(p)
-
-
-@breaks(IslandCouncil, "trained")
-def save_what_is_counted_so_far(original: Any, *args: Any) -> Any:
-    """A checkpoint holds the last step, and the counts of the step before."""
-    return Council.trained(*args)
