@@ -1,4 +1,5 @@
-"""A disk that refuses or is slow under a running shard, by strace in its system calls."""
+"""A disk that refuses or is slow under a running shard, by strace in its system calls, or that is full: a small tmpfs,
+which needs root."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import re
 import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import loudly
@@ -15,6 +16,8 @@ from steady import SteadyCluster
 
 from processes import Shard, http_get, until, versions
 
+SIZE = 4 * 2**20
+"""Bytes of a small disk."""
 SLOW_S = 8
 """Longer than the silence after which a learner would connect again, 2.5 heartbeats."""
 LEASES = {"lease.lease_s": 15, "lease.heartbeat_s": 3}
@@ -37,6 +40,30 @@ def injected(shard: Shard, log: Path, call: str, fault: str) -> Iterator[None]:
             tracer.wait()
 
 
+@contextmanager
+def small_disk(folder: Path) -> Iterator[None]:
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", str(folder)]
+    mounted = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if mounted.returncode:
+        loudly.skip("a full disk", f"no tmpfs can be mounted here (root can): {mounted.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@contextmanager
+def filled(folder: Path) -> Iterator[None]:
+    """While this lasts, there is no space."""
+    ballast = folder / "ballast"
+    with ballast.open("wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(2**12))
+    yield
+    ballast.unlink()
+
+
 def has_ended(tracer: subprocess.Popen[str]) -> bool:
     return tracer.poll() is not None
 
@@ -50,18 +77,21 @@ def has_injected(log: Path) -> bool:
     [
         ("fsync", "EIO", "Errno 5"),
         pytest.param("rename", "EROFS", "Errno 30", marks=pytest.mark.gate),
+        ("write", "ENOSPC", "Errno 28"),
     ],
 )
 def test_a_disk_that_refuses_stops_versions_and_nothing_else(call: str, error: str, words: str, tmp_path: Path) -> None:
     """Fault 7: not ready, nothing announced, the old state intact; goes on when the disk works again."""
-    with SteadyCluster(tmp_path) as cluster:
+    data, is_full = tmp_path / "shard-0", error == "ENOSPC"
+    with small_disk(data) if is_full else nullcontext(), SteadyCluster(tmp_path) as cluster:
         cluster.add("ann")
         (shard,), ann = cluster.shards, cluster.learners["ann"]
-        with injected(shard, tmp_path / "strace", call, f"error={error}"):
+        with filled(data) if is_full else injected(shard, tmp_path / "strace", call, f"error={error}"):
             until(lambda: http_get(shard.endpoints.http, "/readyz")[0] == 503, "the shard to be not ready")
             reason = http_get(shard.endpoints.http, "/readyz")[1]
             assert "storage" in reason
             assert words in reason
+            assert "version not durable, so not announced" in shard.said()
             until(lambda: all(not f["round_open"] for f in shard.status()["fragments"]), "every fragment to wait")
             stuck, steps = versions(shard.status()), ann.ask().steps
             until(lambda: ann.ask().steps > steps + 20, "steps without versions")
