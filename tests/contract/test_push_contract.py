@@ -27,7 +27,7 @@ from in_process import (
 
 from builders import chunk_request
 from diloco_common.codec import Payload, PayloadHeader, chunks_crc32c
-from diloco_common.wire import protobuf, rpc
+from diloco_common.wire import bounds, protobuf, rpc
 from diloco_common.wire.messages import Collect, Committed, PushHeader, Range
 from diloco_protos import parameter_server_pb2 as pb
 from waiting import until
@@ -253,6 +253,16 @@ def test_a_push_without_its_header_first_is_refused(opened, sent, says):
         found = refusal(lambda: opened.a.push_messages(sent))
     assert found == Refused(STATUS.INVALID_ARGUMENT, "BAD_REQUEST", says)
     assert opened.shard.metric("refused_calls_total", code="BAD_REQUEST") >= 1
+
+
+@pytest.mark.parametrize("tokens", [2**64 - 1, 2**62, bounds.TOKENS_MAX + 1])
+def test_a_push_of_more_tokens_than_there_are_is_no_push(serve, clock, tokens):
+    opened, payload = OpenRound(serve(settings_with(run={"tokens": 10**6}), clock)), contribution()
+    with opened.unchanged():
+        found = refusal(lambda: opened.push(opened.a, payload, tokens=tokens))
+    assert (found.code, f"PushHeader.tokens is {tokens}" in found.words) == ("BAD_REQUEST", True)
+    assert not opened.shard.core.done
+    assert [opened.push(learner).outcome for learner in (opened.a, opened.b)] == [ACCEPTED] * 2
 
 
 def test_a_contribution_that_comes_whole_has_no_ranges(opened):
