@@ -323,17 +323,3 @@ def test_the_older_process_is_told_even_if_the_newer_attends_at_once(shard):
     newer.loop.look(both_at_once)
 
     assert old.hear(Evicted).code == "SUPERSEDED"
-
-
-@pytest.mark.parametrize(("process_id", "code"), [("another", "SUPERSEDED"), ("", "STALE_GENERATION")])
-def test_a_newer_generation_ends_the_stream_of_the_older(shard, process_id, code):
-    stream = joined(shard).attend()
-    stream.hear(Pulse)
-
-    newer = shard.caller("a")
-    newer.join(process_id=process_id)
-
-    told = stream.hear(Evicted)
-    assert told.code == code
-    assert "joined" in told.message
-    newer.attend().hear(Pulse)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
+from test_handshake_contract import served
 
 from diloco_deploy import health
 from diloco_deploy.cluster.asking import IN_PLAINTEXT, NoAnswer, ask
@@ -32,30 +32,15 @@ def body(value: Any) -> bytes:
 
 @contextmanager
 def serving(answer: Callable[[socket.socket], None]) -> Iterator[str]:
-    """A server that answers each connection so, in a thread; yields its address."""
-    listener = socket.create_server(("127.0.0.1", 0))
+    """A server that answers each connection so; yields its address."""
 
-    def serve() -> None:
-        while True:
-            try:
-                connection, _ = listener.accept()
-            except OSError:
-                return
-            with connection:
-                try:
-                    connection.recv(65536)
-                    answer(connection)
-                except OSError:
-                    pass
+    def talk(connection: socket.socket) -> None:
+        with connection, suppress(OSError):
+            connection.recv(65536)
+            answer(connection)
 
-    thread = threading.Thread(target=serve, daemon=True)
-    thread.start()
-    try:
-        yield f"127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        listener.shutdown(socket.SHUT_RDWR)
-        listener.close()
-        thread.join(5.0)
+    with served(socket.create_server(("127.0.0.1", 0)), talk) as address:
+        yield address
 
 
 def drips(prefix: bytes, drop: bytes) -> Callable[[socket.socket], None]:

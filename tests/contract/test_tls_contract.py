@@ -140,18 +140,6 @@ def test_a_shard_does_not_start_with_a_certificate_that_nobody_would_take(loop, 
         InProcessShard(loop, settings_with(security={"tls": run.issue(who, **kept_for)}))
 
 
-def test_one_certificate_takes_one_lease_whatever_ids_it_makes_up(serving, run):
-    shard = serving(shard={"max_learners": 2})
-    bad = run.issue("learner/a")
-
-    ghosts = {refusal(shard.caller(f"ghost-{i}", tls=bad).join).code for i in range(5)}
-    shard.caller("a", tls=bad).join()
-    shard.caller("b", tls=run.issue("learner/b")).join()
-
-    assert ghosts == {"WRONG_IDENTITY"}
-    assert [member.learner_id for member in shard.core.membership.live()] == ["a", "b"]
-
-
 def test_whoever_is_revoked_is_out_at_once_and_nobody_else(shard, run):
     honest, bad = (shard.caller(name, tls=run.issue(f"learner/{name}")) for name in "ba")
     honest.join()

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 
 from builders import make_settings
-from diloco_common.errors import Busy, LeaseExpired, NotJoined, Refusal, StaleGeneration, Superseded
+from diloco_common.errors import Busy, NotJoined, StaleGeneration, Superseded
 from diloco_common.wire.messages import Progress
 from diloco_server.core.membership import ALIKE, LeaseState, Likeness, Member, Membership
 
@@ -28,17 +28,24 @@ def members() -> Membership:
 
 @pytest.mark.parametrize(
     ("learner_id", "generation", "error"),
-    [("nobody", 1, NotJoined), ("a", 2, StaleGeneration), ("a", 4, NotJoined), ("b", 1, Superseded)],
+    [
+        ("nobody", 1, NotJoined),
+        ("a", 2, StaleGeneration),
+        ("a", 4, NotJoined),
+        ("b", 4, StaleGeneration),
+        ("b", 1, Superseded),  # whatever the newer process does later
+    ],
 )
 def test_who_speaks_without_a_current_lease_is_refused(members, learner_id, generation, error) -> None:
     members.join("b", "one process", 0.0)  # 1
     members.join("a", "p", 0.0)  # 2
     members.join("a", "p", 0.0)  # 3
     members.join("b", "another process", 0.0)  # 4
+    members.join("b", "another process", 0.0)  # 5
     with pytest.raises(error):
         members.check(learner_id, generation)
     assert members.check("a", 3).learner_id == "a"
-    assert members.check("b", 4).process_id == "another process"
+    assert members.check("b", 5).process_id == "another process"
 
 
 def test_a_process_that_began_later_comes_back_although_the_earlier_one_took_its_place(members: Membership) -> None:
@@ -71,14 +78,6 @@ def come(members: Membership, process_id: str, now: float, age_s: float = 0.0) -
     """A process joins as cat, if it may."""
     members.welcome("cat", process_id, now - age_s)
     return members.join("cat", process_id, now, age_s=age_s)
-
-
-def test_the_older_of_two_processes_is_told_so_whatever_it_says_later(members: Membership) -> None:
-    old = come(members, "process 1", 0.0)
-    come(members, "process 2", 0.1)
-    come(members, "process 2", 0.2)
-    with pytest.raises(Superseded, match="its own learner id"):
-        members.check("cat", old.generation)
 
 
 @pytest.mark.parametrize(
@@ -136,24 +135,6 @@ def test_a_stalled_learner_is_alive_again_with_its_next_step(members: Membership
     heard(members, member, 2, 40.0)
     members.expire(40.0)
     assert member.state is LeaseState.ALIVE
-
-
-@pytest.mark.parametrize(
-    ("end", "error", "words"),
-    [
-        ("silence", LeaseExpired, r"silent for more than 6 s \(lease\.lease_s\); join again"),
-        ("left", NotJoined, "has left; join again"),
-    ],
-)
-def test_a_lease_that_is_over_says_why(end: str, error: type[Refusal], words: str) -> None:
-    members = make_membership()
-    member = members.join("a", "p", 0.0)
-    if end == "left":
-        members.leave(member)
-    else:
-        members.expire(7.0)
-    with pytest.raises(error, match=words):
-        members.check("a", 1)
 
 
 def test_as_many_leases_are_held_as_the_settings_allow() -> None:

@@ -40,6 +40,7 @@ def make_round(
         (1, [("a", 1.0)], {}, 5.9, False, "0.100 s of grace left"),
         ("all", [("a", 0.0), ("b", 1.0)], {}, 1e9, False, "2/3 contributions"),
         ("all", [("a", 0.0), ("b", 1.0), ("c", 2.0)], {}, 2.0, True, "all"),
+        ("all", [("a", 0.0), ("b", 1.0), ("c", 2.0)], {"lost": "x"}, 2.0, True, "all"),  # nobody has asked x
         ("all", [("a", 0.0), ("b", 1.0)], {"lost": "c"}, 1.0, True, "lease"),
         ("all", [("a", 0.0)], {"lost": "bc"}, 1.0, True, "lease"),
         ("all", [("a", 0.0), ("b", 1.0)], {"refused": "c"}, 1.0, True, "all"),
@@ -93,16 +94,6 @@ def test_who_cannot_contribute_any_more_can_be_asked_again(learner: str, is_aske
 def test_a_round_that_lacks_its_quorum_asks_again_after_a_lease(quorum_at, now, lacks) -> None:
     asked = Round(3, 0.0, {"a": 1}, quorum_at=quorum_at)
     assert asked.lacks_quorum_since(now - 6.0) is lacks
-
-
-def test_losing_a_learner_fences_off_what_it_sent() -> None:
-    made = make_round("ab", [("a", 0.0)], 2)
-    fenced = made.lose("a", 2)
-    assert fenced.learner_id == "a"
-    assert made.contributions == {}
-    assert made.lose("b", 2) is None, "it had sent nothing"
-    assert made.lose("stranger", 2) is None
-    assert made.lost == {"a", "b"}
 
 
 @pytest.mark.parametrize(
