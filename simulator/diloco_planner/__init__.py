@@ -5,7 +5,7 @@ described.py  a run as described by a file: sites, machines, failures, prices; s
 chips.py      chips that fail: when an island computes, and with how many of its chips
 choice.py     the settings that suit a link and a number of learners; sizes.py: what a learner needs for them
 proposed.py   ways to train that fit the sites, with their results; weigh.py picks the best, and says why
-ways.py       four ways to train, compared on the same failures
+ways.py       the three other ways to train, on the same failures
 world.py      production cores in virtual time: steps, links, merges; weightless.py: their tensors hold no values
 
 `plan` (plan_command.py, table.py) uses closed formulas (`diloco_common/formulas.py`) and loads no core; `simulate`

@@ -16,8 +16,8 @@ from diloco_planner.plans import Link
 DEFAULTS = SyncSettings()
 EVERY, EVERY_MEASURED = DEFAULTS.first_every, 48
 """H: the default, and the largest whose quality was measured. No larger one than that of "auto" is proposed."""
-FRAGMENTS = DEFAULTS.fragments
-"""P: the default."""
+FRAGMENTS, FRAGMENTS_MOST = DEFAULTS.fragments, 256
+"""P: the default, and the most if each of many shards has to own one."""
 TRAINING_BYTES = 16
 """Bytes per parameter of the training itself: weights, gradients, two moments of AdamW."""
 FULL = 0.9
@@ -103,7 +103,7 @@ def choose(asked: PlannedRun) -> Choice:
     machines = _machines(asked, encodings, every, fragments)
     enough = max(1, math.ceil(machines.most / LINK_SHARE))
     if asked.shards is None and asked.fragments is None and enough > fragments >= FRAGMENTS:
-        fragments = min(enough, FRAGMENTS_MAX)
+        fragments = min(enough, FRAGMENTS_MOST)
         machines = _machines(asked, encodings, every, fragments)
     shards = asked.shards or min(enough, fragments)
     if shards > fragments:

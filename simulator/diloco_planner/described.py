@@ -74,7 +74,7 @@ class Described:
         sites = self.sites or (Site("learner", learners),)
         sharing = sum(site.learners for site in sites if site.chips is None)
         if sharing and chips is None:
-            raise ConfigError(f"nobody says how many chips {sharing} learners have; give --chips, or chips of a site")
+            raise ConfigError("the number of chips is missing: give --chips N, or write chips = N for each [[site]]")
         left = (chips or 0) - sum(site.learners * site.chips for site in sites if site.chips is not None)
         if sharing and left < sharing:
             raise ConfigError(
@@ -163,7 +163,7 @@ class _File:
             tables = value if name == "site" else [value]
             if not isinstance(tables, list) or not tables or not all(isinstance(one, dict) for one in tables):
                 how = "[[site]] once per site" if name == "site" else f"[{name}] once"
-                raise self.wrong(name, "it is written otherwise", f"write {how}")
+                raise self.wrong(name, "it is not a table", f"write {how}")
         sites = self._sites()
         shards, failures, prices = (
             self._section(name, name, self.tree.get(name, {})) for name in ("shards", "failures", "prices")

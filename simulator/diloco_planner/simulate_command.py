@@ -5,7 +5,6 @@ Imports no torch before it runs, so help is fast.
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -176,8 +175,8 @@ class SimulationProgress:
         if now < self._said + SAY_EVERY_S:
             return
         self._said = now
-        left_s = (now - self._began) * (self._until / simulated_s - 1) if simulated_s else math.inf
-        self._say(f"{simulated_s / 3600:.3g} of {self._until / 3600:g} hours are simulated; about {left_s:,.0f} s left")
+        left = units.clock((now - self._began) * (self._until / simulated_s - 1)) if simulated_s else "?"
+        self._say(f"{simulated_s / 3600:.3g} of {self._until / 3600:g} hours are simulated; about {left} left")
 
 
 # ---------------------------------------------------------------- the answer

@@ -16,6 +16,10 @@ from diloco_planner.described import Site
 from diloco_planner.plans import LearnerPlan, Link
 from diloco_planner.proposed import ALIKE, ROOM, PlannedTask, Way, alone, decoupled, parallel
 
+LONGER = 2.0
+"""Sites whose links need an H of unmeasured quality are left out if the others take at most this many times as long."""
+SLOWER = 1.1
+"""What is simpler is enough if it takes at most this many times the days and the money."""
 NAMED = 3
 """Most sites that are listed by name; of more, only their number."""
 
@@ -120,7 +124,9 @@ def _worth_it(task: PlannedTask, base: PlannedRun, sites: Sequence[str]) -> tupl
     if not thin or len(thick) < 2:
         return whole, whole, []
     rest = Together.of(task, base, thick)  # with an H of measured quality
-    if rest.ours is not None and (whole.ours is None or task.allows(rest.ours)):
+    if rest.ours is None:
+        return whole, whole, []
+    if whole.ours is None or (task.allows(rest.ours) and rest.ours.days <= LONGER * whole.ours.days):
         return rest, whole, thin
     return whole, whole, []
 
@@ -161,7 +167,7 @@ def _verdict_of(task: PlannedTask, where: str, ours: Way | None, over: Way | Non
     """`over`: data-parallel over all links; `apart`: each site alone. None: that way is not possible."""
     some = [way for way in (ours, over, *apart) if way is not None and way.goodput > ALIKE]
     if not some:
-        why = f"each has a goodput below {100 * ALIKE:g} %, by its links or its failures"
+        why = f"each has a goodput of at most {100 * ALIKE:g} %, by its links or its failures"
         return PlanVerdict("no way works", why)
     quick = [way for way in some if task.days is None or way.days <= task.days]
     if not quick:
@@ -177,7 +183,7 @@ def _verdict_of(task: PlannedTask, where: str, ours: Way | None, over: Way | Non
     best = ours or min(cheap, key=lambda way: way.days)
     as_good = over if over is not None and over in cheap and _is_as_good(over, best) else None
     rivals = [way for way in (ours, as_good) if way is not None]
-    most = (1 + ALIKE) * best.days if task.days is None else task.days
+    most = SLOWER * best.days if task.days is None else task.days
     enough = [way for way in apart if way in cheap and way.days <= most]
     site = min(enough, key=lambda way: (way.money, way.days), default=None)
     if site is not None and all(site.money <= way.money for way in rivals):
@@ -213,9 +219,7 @@ def _beside(task: PlannedTask, way: Way, rivals: Sequence[Way]) -> str:
 def _is_as_good(over: Way, best: Way) -> bool:
     """Whether data-parallel is as good as the best way. As it learns a little more, it may take a little more."""
     return (
-        over.goodput >= best.goodput - ALIKE
-        and over.days <= (1 + ALIKE) * best.days
-        and over.money <= (1 + ALIKE) * best.money
+        over.goodput >= best.goodput - ALIKE and over.days <= SLOWER * best.days and over.money <= SLOWER * best.money
     )
 
 

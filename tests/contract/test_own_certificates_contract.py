@@ -15,7 +15,7 @@ from diloco_common.trust.identity import subject_of
 from diloco_deploy.run.folder import ClusterFolder, Outputs
 from diloco_deploy.run.members import Children, Programs
 from diloco_deploy.trust.authority import open_authority
-from diloco_deploy.trust.tending import AGAIN, OwnCertificates, own_certificates
+from diloco_deploy.trust.tending import RENEW_EVERY_S, OwnCertificates, own_certificates
 
 
 def settings_with(*overrides: str) -> Settings:
@@ -68,9 +68,9 @@ def test_a_run_that_goes_on_keeps_them_and_what_is_old_is_renewed(tmp_path):
     assert read_folder(again.of("shard/0")).pair == before
 
     (again.of("shard/0") / "cert.pem").unlink()
-    again.renew(AGAIN.total_seconds() - 1)
+    again.renew(RENEW_EVERY_S - 1)
     assert not (again.of("shard/0") / "cert.pem").exists(), "it looks once an hour"
-    again.renew(AGAIN.total_seconds())
+    again.renew(RENEW_EVERY_S)
     assert read_folder(again.of("shard/0")).pair is not None
 
 
@@ -80,7 +80,7 @@ def test_a_worker_that_was_revoked_gets_no_other(tmp_path):
     authority = open_authority(tmp_path)
     made_before = len(authority.registry.issued())
     authority.registry.revoke(subject_of("local", "learner/worker-0"), datetime.now(UTC))
-    made.renew(AGAIN.total_seconds())
+    made.renew(RENEW_EVERY_S)
     assert len(authority.registry.issued()) == made_before
 
 

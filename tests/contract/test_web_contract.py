@@ -78,7 +78,7 @@ async def test_where_the_run_has_a_token_the_page_asks_for_a_key(tmp_path):
         assert (await client.post("/enter", content="wrong")).status_code == 403
 
         assert (await client.post("/enter", content=url.partition("#key=")[2])).status_code == 204
-        assert "Is it learning?" in (await client.get("/")).text
+        assert "Does it train?" in (await client.get("/")).text
         assert (await client.get("/learners")).status_code == 200
 
 

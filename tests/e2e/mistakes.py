@@ -47,7 +47,7 @@ def before_step(script: str, line: str) -> str:
 
 def answer(stderr: str) -> list[str]:
     """What a person is told at the end: without the lines of the log, which begin with the time."""
-    return [line for line in stderr.strip().splitlines() if not re.match(r"\d\d:\d\d:\d\d ", line)]
+    return [line for line in stderr.strip().splitlines() if not re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", line)]
 
 
 def assert_told(said: str, code: str) -> None:

@@ -50,6 +50,7 @@ def planned(
         ([{}, {}, {"chips": 2}], "", "train decoupled, on s0 and s1"),
         ([{"chips": 2}, {"chips": 1}], "", "no machine here holds it"),
         ([{}, {"up": "10kbit", "chips": 2}, {}], "", "train decoupled, on s0 and s2"),
+        ([{}, {}, {"up": "1Gbit", "learners": 16}], "", "train decoupled, on all sites"),  # s2 does most
         ([{}, {"up": "10kbit", "price": 3.0}], "", "one site is enough: s0"),
         ([{"learners": 8, "up": "10kbit"}], "", "use data-parallel training instead"),  # inside a site no link counts
         ([{"up": "10kbit"}], "", "use data-parallel training instead"),

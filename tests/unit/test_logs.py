@@ -36,7 +36,7 @@ def test_an_event_is_one_line_with_its_identifiers(written):
     Log("shard-0").event("round closed", fragment=3, version=7, participants=2)
 
     assert re.fullmatch(
-        r"\d\d:\d\d:\d\d shard-0 round closed fragment=3 version=7 participants=2\n", written.getvalue()
+        r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d shard-0 round closed fragment=3 version=7 participants=2\n", written.getvalue()
     )
 
 

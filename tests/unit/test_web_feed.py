@@ -127,8 +127,9 @@ def test_what_one_answer_shows(changed, path, shown):
 @pytest.mark.parametrize(
     ("losses", "level", "title", "words"),
     [
-        ([4.0, 3.9, 2.5], "good", "Training", "The loss is 2.500; 0:02 ago it was 4.000."),
-        ([2.5, 2.6], "info", "Training", "The loss is 2.600; 0:01 ago it was 2.500."),
+        ([4.0, 3.9, 2.5], "good", "Training", "The loss is 2.500."),
+        ([4.0, 2.5, 2.6], "good", "Training", "The loss is 2.600; 0:01 ago it was 2.500."),
+        ([10.0, 2.0, 5.0, 9.5], "info", "Training", "The loss is 9.500; 0:02 ago it was 2.000."),
         ([2.0], "info", "Training", "The loss is 2.000."),
         ([2.0, None], "info", "No loss now", "None of the learners that are here reports a loss."),
         ([None] * 20, "info", "No loss yet", "No learner has reported a loss."),

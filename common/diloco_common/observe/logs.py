@@ -3,9 +3,10 @@
     log = Log("shard-0")
     log.event("round closed", fragment=3, version=7, participants=2)
 
-writes `12:01:05 shard-0 round closed fragment=3 version=7 participants=2` (UTC). Text from outside is escaped: no
-control character, newline or terminal sequence is ever written raw. Only entry points call `configure`. A library calls
-`listen`, which leaves existing handlers alone. Lines of one kind that are too frequent are counted instead (`Repeats`).
+writes `2026-11-29 12:01:05 shard-0 round closed fragment=3 version=7 participants=2` (UTC). Text from outside is
+escaped: no control character, newline or terminal sequence is ever written raw. Only entry points call `configure`. A
+library calls `listen`, which leaves existing handlers alone. Lines of one kind that are too frequent are counted
+instead (`Repeats`).
 """
 
 from __future__ import annotations
@@ -187,10 +188,10 @@ def _kind(record: logging.LogRecord) -> tuple[str, str]:
 
 
 class TextFormatter(logging.Formatter):
-    """`HH:MM:SS process [LEVEL] event key=value ...`, without the level if it is INFO."""
+    """`YYYY-MM-DD HH:MM:SS process [LEVEL] event key=value ...`, without the level if it is INFO."""
 
     def format(self, record: logging.LogRecord) -> str:
-        stamp = time.strftime("%H:%M:%S", time.gmtime(record.created))
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(record.created))
         process = getattr(record, "diloco_process", record.name)
         level = "" if record.levelno == logging.INFO else f"{record.levelname} "
         lines = [f"{stamp} {process} {level}{_message(record)}"]

@@ -185,6 +185,8 @@ STATES = ("away", "awaited", "left_out", "stalled", "partly", "unknown", "traini
 """Sorted by how much they need attention."""
 HERE = ("training", "stalled", "left_out", "partly")
 WITH_LEASE = ("alive", "stalled", "left_out")
+STEP_S_MIN = 1e-6
+"""Shortest credible step; a learner that reports less has no rate."""
 
 
 @dataclass
@@ -240,7 +242,7 @@ class SeenLearner:
     @property
     def tokens_per_s(self) -> float:
         """By its own report; 0 if it is not here, has not reported, or reports the impossible."""
-        if not self.is_here or not self.inner_step or not self.step_time_s:
+        if not self.is_here or not self.inner_step or self.step_time_s < STEP_S_MIN:
             return 0.0
         found = self.tokens / self.inner_step / self.step_time_s
         return found if isfinite(found) else 0.0

@@ -23,7 +23,7 @@ from diloco_deploy.run.folder import ClusterFolder, Outputs
 from diloco_deploy.run.members import flags
 from diloco_deploy.run.supervisor import Action, ChildSpec, Exit, Supervisor
 from diloco_deploy.trust.authority import is_good, open_authority
-from diloco_deploy.trust.tending import AGAIN
+from diloco_deploy.trust.tending import RENEW_EVERY_S
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class OnRay:
         self._supervisor.start_due(now)
         if self._plan.has_certificates and now >= self._renew_at:
             self._certificate()
-            self._renew_at = now + AGAIN.total_seconds()
+            self._renew_at = now + RENEW_EVERY_S
         if self._again_at is not None and now >= self._again_at:
             self._start()
         found = self._supervisor.endpoints(self._plan.name)

@@ -305,17 +305,20 @@ class Interrupts:
 
 SILENT_S = 60.0
 """A process that has not answered for this long hangs."""
+LOOKS_WITHIN_S = 5.0
+"""A longer pause between looks does not count."""
 
 
 class Hanging:
-    """Finds processes that seem to hang: they are alive, but do not answer, or report no progress. Pure: times come in.
+    """Finds processes that hang: they are alive, but do not answer, or report no progress. Pure: times come in.
 
-    If this process was stopped, or the machine slept, all seem to. So whoever is found is asked once more.
+    Only time in which we looked counts: if this process was stopped, or the machine slept, no process hangs.
     """
 
     def __init__(self) -> None:
         self._heard_at: dict[str, float] = {}
         self._hung: set[str] = set()
+        self._looked_at: float | None = None
 
     def heard(self, name: str, now: float, *, is_hung: bool) -> None:
         """A process answered. `is_hung`: it reports that its training thread makes no progress."""
@@ -325,6 +328,9 @@ class Hanging:
 
     def look(self, names: Iterable[str], now: float) -> dict[str, str]:
         """The processes in `names` that hang, and why. Each is reported once. Their ports must be bound."""
+        if self._looked_at is not None and (gap := now - self._looked_at) > LOOKS_WITHIN_S:
+            self._heard_at = {name: at + gap for name, at in self._heard_at.items()}
+        self._looked_at = now
         self._heard_at = {name: self._heard_at.get(name, now) for name in names}
         found = {}
         for name, at in self._heard_at.items():

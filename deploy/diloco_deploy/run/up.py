@@ -320,7 +320,7 @@ class LocalRun:
         found = self._hanging.look(self._http, now)
         if not found:
             return
-        # They may only be slow on a busy machine, or we were stopped: ask them once more, alone.
+        # They may only be slow on a busy machine: ask them once more, alone.
         answers = fetch_all({name: self._http[name] for name in found}, ASK_S, self._poller.asker)
         for name, why in found.items():
             if not answers.get(name, {"hung": True}).get("hung"):

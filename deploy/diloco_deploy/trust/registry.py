@@ -81,8 +81,8 @@ class Registry:
         except FileNotFoundError:
             return []
         try:
-            return [Issued(**json.loads(line)) for line in lines]
-        except (ValueError, TypeError):
+            return [Issued(one["who"], one["serial"], one["expires"]) for one in map(json.loads, lines)]
+        except (ValueError, TypeError, KeyError):
             raise ConfigError(
                 f"{self._issued}: a line is damaged; remove it, and revoke what it named by its serial"
             ) from None

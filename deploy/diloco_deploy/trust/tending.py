@@ -43,8 +43,7 @@ from diloco_deploy.trust.authority import (
 )
 from diloco_deploy.trust.registry import PUBLIC, Issued, write_file
 
-AGAIN = timedelta(minutes=1)
-"""An identity gets no second certificate within this time, whatever becomes of the folder: each is recorded."""
+RENEW_EVERY_S = 3600.0
 OBSERVER = "observer/up"
 
 
@@ -71,7 +70,7 @@ class OwnCertificates:
         """Make missing certificates, and renew those that expire soon. `now`: seconds. Raises ConfigError."""
         if now < self._renew_at:
             return
-        self._renew_at = now + AGAIN.total_seconds()
+        self._renew_at = now + RENEW_EVERY_S
         today, revoked = datetime.now(UTC), self._authority.registry.revoked()
         for who in self._who:
             subject, hosts = subject_of(self._authority.run_id, who), self._hosts if who.startswith("shard/") else ()
@@ -121,6 +120,8 @@ def _names_of_this_machine(listen: str) -> list[str]:
     return sorted({name, socket.getfqdn(), *found})
 
 
+AGAIN = timedelta(minutes=1)
+"""An identity gets no second certificate within this time, whatever becomes of the folder: each is recorded."""
 LEARNERS_MAX: int = ShardSettings.model_fields["max_learners"].default
 """Most learners' folders; beyond it, new ones get no certificate."""
 LOOKED_AT_MAX = 4 * LEARNERS_MAX

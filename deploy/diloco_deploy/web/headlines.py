@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from diloco_common import units
@@ -67,9 +68,10 @@ def _learning(
         return _said("info", "No loss yet", "No learner has reported a loss.")
     if points[-1].loss is None:
         return _said("info", "No loss now", "None of the learners that are here reports a loss.")
-    (began, first), (now, loss) = known[0], known[-1]
-    before = f"; {units.clock(now - began)} ago it was {units.loss(first)}" if now > began else ""
-    return _said("good" if loss < first else "info", "Training", f"The loss is {units.loss(loss)}{before}.")
+    (_, first), (now, loss), (at, lowest) = known[0], known[-1], min(known, key=itemgetter(1))
+    falls = loss - lowest < first - loss
+    before = "" if loss == lowest else f"; {units.clock(now - at)} ago it was {units.loss(lowest)}"
+    return _said("good" if falls else "info", "Training", f"The loss is {units.loss(loss)}{before}.")
 
 
 def _here(

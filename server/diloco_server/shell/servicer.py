@@ -60,7 +60,7 @@ class ParameterServer:
 
     def handler(self) -> grpc.GenericRpcHandler:
         methods = {
-            "Join": self._one(self.Join, "Join", "Observe"),
+            "Join": self._one(self.Join, "Join", "Observe", first=self._hello),
             "Attend": self._many(self.Attend, "Attend", protobuf.serialize),
             "Push": self._one(self.Push, "Push"),
             "Pull": self._many(self.Pull, "Pull", protobuf.pull_response),
@@ -73,7 +73,6 @@ class ParameterServer:
         self._joins.take(context.peer(), asyncio.get_running_loop().time())
         request = await self._service.read(caller, partial(_join_request, requests))
         caller.check_may("Observe" if request.observe else "Join")
-        await context.send_initial_metadata(self._hello())
         return protobuf.join_answer_to_pb(await self._service.join(caller, request))
 
     async def Attend(self, caller: Identity, requests: Messages, _: Context) -> AsyncGenerator[pb.Directive, None]:
@@ -108,17 +107,22 @@ class ParameterServer:
     # ------------------------------------------------------------ around every call
 
     @asynccontextmanager
-    async def admitted(self, context: Context, *calls: str, answers_many: bool) -> AsyncIterator[Identity]:
-        """Hold this around a call that may be one of `calls`; gives its caller. A refusal ends the call."""
+    async def admitted(
+        self, context: Context, *calls: str, first: Callable[[], rpc.Metadata] | None = None
+    ) -> AsyncIterator[Identity]:
+        """Hold this around a call that may be one of `calls`; gives its caller. A refusal ends the call.
+
+        `first`: returns what is sent before the answer.
+        """
         learner_id = str(dict(context.invocation_metadata() or ()).get("diloco-learner", ""))
         caller = Identity(self._run_id, learner_id, peer=rpc.host_of(context.peer()))
         try:
             caller = self._caller(context)
             caller.check_may(*calls)
-            if answers_many:
-                # Now, not with the first answer: a call that ends during that answer could not be told why, because
+            if first is not None:
+                # Now, while nothing can end the call: one that ends while this is sent could not be told why, because
                 # grpc.aio would send the initial metadata twice (GRPC_CALL_ERROR_TOO_MANY_OPERATIONS).
-                await context.send_initial_metadata(())
+                await context.send_initial_metadata(first())
             async with self._callers.holding(caller):
                 yield caller
         except Refusal as refusal:
@@ -132,9 +136,11 @@ class ParameterServer:
         claimed = rpc.identify(metadata, self._run_id, self._bearer_token, peer)
         return self._callers.proven(claimed, rpc.certificate_of(context))
 
-    def _one(self, method: Method, *calls: str) -> grpc.RpcMethodHandler:
+    def _one(
+        self, method: Method, *calls: str, first: Callable[[], rpc.Metadata] | None = None
+    ) -> grpc.RpcMethodHandler:
         async def call(requests: Messages, context: Context) -> Any:
-            async with self.admitted(context, *calls, answers_many=False) as caller:
+            async with self.admitted(context, *calls, first=first) as caller:
                 return await method(caller, requests, context)
 
         return grpc.stream_unary_rpc_method_handler(call, response_serializer=protobuf.serialize)
@@ -143,7 +149,7 @@ class ParameterServer:
         # Not a generator: gRPC could not end it while it waits for a slow reader.
         async def call(requests: Messages, context: Context) -> None:
             async with (
-                self.admitted(context, name, answers_many=True) as caller,
+                self.admitted(context, name, first=tuple) as caller,
                 aclosing(method(caller, requests, context)) as answers,
             ):
                 async for answer in answers:
