@@ -44,9 +44,9 @@ class Front(ParameterServer):
         self.attends: list[float] = []
 
     @asynccontextmanager
-    async def admitted(self, context: Any, *calls: str, answers_many: bool) -> AsyncIterator[Identity]:
+    async def admitted(self, context: Any, *calls: str, **first: Any) -> AsyncIterator[Identity]:
         await self._fail_before(calls[0], context)
-        async with super().admitted(context, *calls, answers_many=answers_many) as caller:
+        async with super().admitted(context, *calls, **first) as caller:
             yield caller
         if calls[0] == "Push" and self.acks_to_lose > 0:
             self.acks_to_lose -= 1
