@@ -121,9 +121,7 @@ def chaos(
             baseline = make_baseline(histories, run)
         _tell(f"{len(plan)} faults in {harm.seconds:.0f} s, seed {settings.run.seed}")
         run, histories = _run(settings, "hurt", plan, harm.seconds, interrupts)
-    result = make_result(
-        histories, run, plan, baseline, seed=settings.run.seed, gap_max_s=gap
-    )  # fmt: skip
+    result = make_result(histories, run, plan, baseline, seed=settings.run.seed, gap_max_s=gap)
     print("\n" + summary(result), flush=True)
     if json is not None:
         json.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,6 @@
-"""The memory that one process of a learner needs beyond its model, and its traffic: formulas, for equal fragments.
+"""Formulas for the memory that one process of a learner needs beyond its model, and for its traffic.
+
+All fragments are taken to be equally large.
 
 Sources: the table at the top of `diloco_worker/core/tensors.py` for the tensors kept of a fragment, and `parts.py`
 beside it for the part that a rank holds and pushes.

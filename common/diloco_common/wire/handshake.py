@@ -35,6 +35,7 @@ SETTINGS = b"\4"
 EXPIRED, NOT_YET_VALID, HOST_DIFFERS, IP_DIFFERS = 10, 9, 62, 64
 """X509_V_ERR_... of OpenSSL."""
 DIAL_S = 2.0
+"""Seconds to wait for the other side; also the first pause between two searches for a cause."""
 
 
 def find_cause(address: str, files: TlsFiles | None) -> HandshakeFailed | None:

@@ -149,6 +149,7 @@ def _decimal(values: Mapping[str, str], key: str) -> int:
 # ---------------------------------------------------------------- what a shard says of itself
 
 PACKAGE_CHARACTERS_MAX = 64
+"""More than any version has. Whoever answers chooses the text."""
 
 
 class Hello(NamedTuple):

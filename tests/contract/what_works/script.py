@@ -243,7 +243,7 @@ def loop(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None, loss: Callable[[], Tensor] | None = None,
     after: Callable[[], object] = lambda: None,
 ) -> Callable[[], Tensor]:  # fmt: skip
-    """The usual pass of a loop, with SGD if there is no other optimizer; `after`: what it does then."""
+    """The usual step of a loop, by SGD unless another optimizer is given. `after` is called after the optimizer."""
     given = optimizer or torch.optim.SGD([p for p in model.parameters() if p.requires_grad], RATE)
 
     def step() -> Tensor:
