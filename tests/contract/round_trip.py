@@ -40,7 +40,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import diloco_worker
-from diloco_common.program import main as diloco
+from diloco_common.command import main as diloco
 from diloco_common.wire.bounds import FROZEN_BYTES_MAX
 from diloco_worker.core.shared_set import as_module
 from diloco_worker.shell import frozen_tensors
@@ -368,8 +368,7 @@ def run(drawn: Draw, loop: LoopThread) -> tuple[str, str]:
             except Exception as error:  # a combination that the libraries do not have, or that trains nothing
                 return "impossible", f"{type(error).__name__}: {error}".splitlines()[0]
             model, before = train(drawn, shard.address)
-            rounded = deepcopy(model).to(getattr(torch, drawn.pulled)).to(getattr(torch, drawn.dtype))
-            want = logits(drawn, rounded)  # rounding may send a token to other experts
+            want = logits(drawn, rounded(drawn, model))  # rounding may send a token to other experts
             flags = {"": [], "--partial": ["--partial"], "--strip": ["--strip", strip(drawn), "--partial"]}[drawn.flags]
             based = [] if drawn.base == "none" else ["--base", str(base)]
             said = io.StringIO()
@@ -399,6 +398,17 @@ def run(drawn: Draw, loop: LoopThread) -> tuple[str, str]:
     finally:
         shard.stop()
         frozen_tensors.FROZEN_BYTES_MAX = FROZEN_BYTES_MAX
+
+
+def rounded(drawn: Draw, model: Any) -> Any:
+    """A copy with the values of the file that is written: of an adapter on a base, what is trained."""
+    copy, through = deepcopy(model), getattr(torch, drawn.pulled)
+    if drawn.adapter == "none" or drawn.base == "none":
+        return copy.to(through).to(getattr(torch, drawn.dtype))
+    for parameter in copy.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(through).to(parameter.dtype)
+    return copy
 
 
 def differences(mine: nn.Module, loaded: nn.Module, *, rounded: bool) -> list[str]:
