@@ -18,8 +18,8 @@ import numpy as np
 
 from diloco_planner.chips import YEAR_S, Island
 from diloco_planner.plans import LearnerPlan
+from diloco_planner.proposed import Sent, data_parallel, synchronous
 from diloco_planner.simulate_command import WAYS
-from diloco_planner.ways import Sent, data_parallel, synchronous
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 CHIPS = [round(10 ** (3.5 + i / 6)) for i in range(19)]

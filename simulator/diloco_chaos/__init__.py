@@ -1,8 +1,7 @@
 """`python -m diloco_chaos`: run a local cluster, inject faults by a seeded plan, and judge what every process recorded.
 
 __main__.py  the command, from the fault-free run to the exit code
-plan.py      the targets and times of the faults: a pure function of the seed; what was injected, as plain values
-cluster.py   runs a cluster for a while and injects the faults of a plan
+faults.py    the faults: their plan, a pure function of the seed, and the cluster that they are injected into
 result.py    how much work got through, the longest pause of a living worker; as numbers and in words
 
 diloco_simulator/verify/judge.py judges whether the promises were kept.

@@ -11,8 +11,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from diloco_chaos.cluster import ChaosCluster
-from diloco_chaos.plan import ChaosRun, Fault, make_plan
+from diloco_chaos.faults import ChaosCluster, ChaosRun, Fault, make_plan
 from diloco_chaos.result import make_baseline, make_result, summary
 from diloco_common import units
 from diloco_common.command import new_app, run_app

@@ -15,7 +15,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from diloco_chaos.plan import ChaosRun, Fault
+from diloco_chaos.faults import ChaosRun, Fault
 from diloco_simulator.verify.histories import Histories, Process
 from diloco_simulator.verify.judge import BrokenPromise, stood_still, violations
 

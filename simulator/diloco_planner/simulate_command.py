@@ -26,7 +26,7 @@ from diloco_planner.chips import Island
 from diloco_planner.choice import FULL
 from diloco_planner.described import Described, read
 from diloco_planner.plans import LEARNERS, LearnerPlan, RunOutcome, ShardPlan, refuse_restless
-from diloco_planner.ways import Sent, baselines
+from diloco_planner.proposed import Sent, baselines
 
 _CHIPS = number(units.whole, 1, 1e9, "a number of chips, such as 4096 or 1.2e6")
 _PARAMS = number(units.whole, 1, 1e14, "a number of parameters, such as 125M, 70B or 5e9")

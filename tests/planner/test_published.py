@@ -14,7 +14,7 @@ from diloco_common.formulas import BITS
 from diloco_common.settings import Settings, SyncSettings
 from diloco_planner.chips import YEAR_S, Failures, Island
 from diloco_planner.plans import LearnerPlan, ShardPlan
-from diloco_planner.ways import Sent, data_parallel, data_parallel_bits, synchronous
+from diloco_planner.proposed import Sent, data_parallel, data_parallel_bits, synchronous
 from diloco_planner.world import PlannedWorld
 
 HOURS = 240.0

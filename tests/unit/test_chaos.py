@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from recorded import clean, find, histories, sent
 
-from diloco_chaos.plan import ChaosRun, FaultKind, make_plan
-from diloco_chaos.plan import InjectedFault as Hit
+from diloco_chaos.faults import ChaosRun, FaultKind, make_plan
+from diloco_chaos.faults import InjectedFault as Hit
 from diloco_chaos.result import longest_gaps, make_baseline, make_result, summary, work_of
 from diloco_simulator.verify.histories import Histories, gather
 from diloco_simulator.verify.judge import stood_still
