@@ -14,9 +14,8 @@ from diloco_common.trust.identity import Identity
 from diloco_common.wire.follower import Follower
 from diloco_common.wire.messages import FollowRequest, PullHeader, PullRequest, Role
 from diloco_server.shell.host import ShardHost
-from diloco_server.shell.mirror import Mirror
+from diloco_server.shell.readers import Mirror, Standby, tell_replaced
 from diloco_server.shell.service import Service
-from diloco_server.shell.standby import Standby, tell_replaced
 from diloco_server.storage.standby import StandbyFolder, promote
 from diloco_server.storage.store import FileStore, MemoryStore
 from diloco_server.storage.version_file import Origin

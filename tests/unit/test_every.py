@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from diloco_common.settings import EVERY_LEAST, EVERY_MOST, SyncSettings
-from diloco_server.core.every import ASKED, QUIET, Every, Measured, carried, following
+from diloco_server.core.due import ASKED, QUIET, Every, Measured, carried, following
 from rig import Rig
 
 AUTO = SyncSettings(sync_every="auto")

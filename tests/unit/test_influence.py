@@ -14,8 +14,22 @@ import torch
 from torch import Tensor
 
 from builders import make_contribution, one_piece
-from diloco_server.core.directions import STRETCH, STRETCHES, Direction, directions
-from diloco_server.core.influence import APART, FALLS, FEW, LITTLE, OPPOSED, RISES, TOLD, TWICE, Influence, Told
+from diloco_server.core.influence import (
+    APART,
+    FALLS,
+    FEW,
+    LITTLE,
+    OPPOSED,
+    RISES,
+    STRETCH,
+    STRETCHES,
+    TOLD,
+    TWICE,
+    Direction,
+    Influence,
+    Told,
+    directions,
+)
 from diloco_server.core.ledger import LearnerLeftOut, LearnerTakesPart
 from diloco_server.core.merge import merge
 from diloco_server.core.round import Contribution, LengthLimit

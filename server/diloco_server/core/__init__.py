@@ -6,10 +6,8 @@ taking.py       accepts, holds or refuses each push
 rounds.py       opens and closes rounds
 patience.py     how long an open round waits, and for which learners
 round.py        the contributions of one round, and whether it may close
-due.py          which fragments are due for a round
-every.py        chooses H when sync.sync_every is "auto"
+due.py          which fragments are due for a round; chooses H when sync.sync_every is "auto"
 influence.py    limits how much one contribution may move the model
-directions.py   compares the directions of contributions
 arrivals.py     predicts when a learner's contribution will arrive
 admission.py    answers a push from its header
 model.py        checks that learners train the same model

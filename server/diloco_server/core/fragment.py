@@ -115,7 +115,7 @@ class FragmentState:
     values: Values | None = None
     """Values of the announced version; while MERGING, of the next one."""
     said: dict[str, Tensor] = field(default_factory=dict, repr=False)
-    """Learner -> a sample of its last contribution (`directions.py`)."""
+    """Learner -> a sample of its last contribution (`influence.py`)."""
     published: Published | None = None
     """The announced version."""
 

@@ -21,8 +21,7 @@ from statistics import median_low
 
 from diloco_common.settings import OVERLAP_STEPS, PATIENCE, SyncSettings
 from diloco_server.core.arrivals import Reports
-from diloco_server.core.due import DueFragments
-from diloco_server.core.every import Every, Measured
+from diloco_server.core.due import DueFragments, Every, Measured
 from diloco_server.core.fragment import FragmentState
 from diloco_server.core.influence import Influence
 from diloco_server.core.membership import LAST_S, Member, Membership

@@ -11,10 +11,9 @@ from collections.abc import Mapping, Sequence
 
 from diloco_common.settings import Settings
 from diloco_common.wire.messages import Progress
-from diloco_server.core.directions import Direction
 from diloco_server.core.effects import MergeRound, Outbox
 from diloco_server.core.fragment import FragmentState
-from diloco_server.core.influence import Influence
+from diloco_server.core.influence import Direction, Influence
 from diloco_server.core.ledger import (
     ContributionLeftOut,
     EveryChanged,

@@ -46,10 +46,9 @@ from diloco_common.wire.messages import (
     VersionId,
 )
 from diloco_server.core.arithmetic import Published
-from diloco_server.core.directions import Direction
 from diloco_server.core.effects import Effect, Outbox
 from diloco_server.core.fragment import FragmentState, status_of
-from diloco_server.core.influence import Influence
+from diloco_server.core.influence import Direction, Influence
 from diloco_server.core.ledger import LearnerForgotten, LearnerGone, LearnerJoined, Ledger, SameLosses
 from diloco_server.core.membership import Likeness, Member, Membership, superseded
 from diloco_server.core.model import check_model

@@ -18,9 +18,9 @@ from diloco_common.wire.manifest import Fragment
 from diloco_common.wire.messages import Directive
 from diloco_server.core import arithmetic
 from diloco_server.core.arithmetic import Making, Published, Values
-from diloco_server.core.directions import Direction, directions
 from diloco_server.core.effects import Effect, MergeRound, SeedFragment, Tell, TellAll
 from diloco_server.core.fragment import FragmentState
+from diloco_server.core.influence import Direction, directions
 from diloco_server.core.ledger import Fact
 from diloco_server.core.outer import TakeMean, make_outer_optimizer
 from diloco_server.core.record import Record

@@ -39,11 +39,10 @@ from diloco_common.wire.messages import FollowRequest
 from diloco_server.shell.access import AccessFiles
 from diloco_server.shell.health import Health
 from diloco_server.shell.host import ShardHost
-from diloco_server.shell.mirror import Mirror
 from diloco_server.shell.quotas import connections_allowed, connections_wanted, files_max, raise_limit
+from diloco_server.shell.readers import Mirror, Standby, tell_replaced
 from diloco_server.shell.service import Service
 from diloco_server.shell.servicer import ParameterServer
-from diloco_server.shell.standby import Standby, tell_replaced
 from diloco_server.shell.status import record_since, rounds_since, shard_status, standby_status
 from diloco_server.storage.filesystem import Disk, FolderLock
 from diloco_server.storage.standby import StandbyFolder

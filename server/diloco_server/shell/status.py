@@ -15,7 +15,7 @@ from diloco_server.core.influence import Influence
 from diloco_server.core.ledger import Event, TracedRound, told_of
 from diloco_server.core.membership import Member
 from diloco_server.shell.host import ShardHost
-from diloco_server.shell.standby import Standby
+from diloco_server.shell.readers import Standby
 from diloco_server.shell.streams import Readers
 
 
