@@ -1,4 +1,4 @@
-"""Writes the parts of docs/errors.md and docs/runbook.md that `diloco explain` has (deploy/diloco_deploy/catalogue.py).
+"""Writes the parts of docs/errors.md and docs/runbook.md that `diloco explain` has (deploy/diloco_deploy/codes.py).
 
 `python tools/explained.py` writes them, `--check` says whether they are up to date. Each part stands between `<!--
 explain: NAME -->` and `<!-- end -->`; the rest of the page stays.
@@ -10,8 +10,7 @@ import re
 import sys
 from collections.abc import Callable
 
-from diloco_deploy.catalogue import of_kind
-from diloco_deploy.codes import Entry, Kind
+from diloco_deploy.codes import Entry, Kind, of_kind
 
 _PART = re.compile(r"(<!-- explain: ([\w-]+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
 _LINK = re.compile(r"\[[^\]]+\]\([^)]+\)")

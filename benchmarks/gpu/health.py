@@ -8,8 +8,7 @@ from functools import partial
 from place import Place
 from report import Row, judged
 
-from diloco_deploy.doctor import device
-from diloco_deploy.doctor.checks import Check, State, run_checks
+from diloco_deploy.doctor import Check, State, device, run_checks
 
 NAMES = ("device", "bandwidth", "copies", "same bits")
 SOAK_S, REHEARSED_S = 45.0, 0.3

@@ -6,9 +6,9 @@
     run/         `diloco up`, on this machine or on Ray: folder, members, resizing
     trust/       certificates and tokens
     checkpoint/  checkpoints, exports, `diloco pull`
-    doctor/      find problems; catalogue.py and codes.py explain their codes
+    doctor/      find problems; codes.py explains their codes
 
-`cli.py` lists the commands; `diloco_common/program.py` runs them. Each command is beside its work.
+`cli.py` lists the commands; `diloco_common/command.py` runs them. Each command is beside its work.
 """
 
 import diloco_common  # noqa: F401  before grpc (diloco_common/forks.py)

@@ -2,7 +2,7 @@
 
 import sys
 
-from diloco_common.program import main
+from diloco_common.command import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,8 +1,8 @@
-"""The commands of this distribution, found by `diloco` (`diloco_common/program.py`)."""
+"""The commands of this distribution, found by `diloco` (`diloco_common/command.py`)."""
 
 from __future__ import annotations
 
-from diloco_common.program import LOOK, MODEL, RUN, SETTINGS, TRUST, Command
+from diloco_common.command import LOOK, MODEL, RUN, SETTINGS, TRUST, Command
 
 COMMANDS = (
     Command(
@@ -31,7 +31,7 @@ COMMANDS = (
         "check the connection to the shards, or a machine", LOOK,
     ),
     Command(
-        "explain", "diloco_deploy.catalogue:explain", "explain a code, and what to do", LOOK,
+        "explain", "diloco_deploy.codes:explain", "explain a code, and what to do", LOOK,
     ),
     Command(
         "checkpoint", "diloco_deploy.checkpoint.commands:app", "take, list, verify and copy checkpoints", MODEL,

@@ -166,7 +166,7 @@ def completion(
     ] = False,
 ) -> int:
     """Print the completion of `diloco` for a shell: `source <(diloco completion bash)` tries it in this one."""
-    from diloco_common.program import program
+    from diloco_common.command import program
 
     app = program()
     if install:

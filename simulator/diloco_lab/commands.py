@@ -1,4 +1,4 @@
-"""The commands of this distribution, which `diloco` finds here (`diloco_common/program.py`), and `diloco lab` itself.
+"""The commands of this distribution, which `diloco` finds here (`diloco_common/command.py`), and `diloco lab` itself.
 
 Imports no torch before a command runs, so help is fast.
 """
@@ -15,10 +15,9 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from diloco_common import units
-from diloco_common.command import check_outputs, new_app
+from diloco_common.command import STUDY, Command, check_outputs, new_app
 from diloco_common.errors import EXIT_OK, ConfigError
 from diloco_common.options import number
-from diloco_common.program import STUDY, Command
 
 COMMANDS = (
     Command(

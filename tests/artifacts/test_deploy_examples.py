@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from cryptography import x509
 
-from diloco_common.program import main
+from diloco_common.command import main
 from diloco_common.settings import Settings
 from diloco_common.trust.files import CA, CERTIFICATE, KEY, read_folder
 from programs import need

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from training import EXACT
 
 import diloco_worker
+from diloco_common.command import main
 from diloco_common.errors import NoAverage, WrongCall
-from diloco_common.program import main
 from diloco_worker.global_model import lay_out
 from waiting import until
 

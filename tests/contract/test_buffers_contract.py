@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import diloco_worker
-from diloco_common.program import main
+from diloco_common.command import main
 from diloco_worker.learner import Learner
 from waiting import until
 

@@ -26,7 +26,7 @@ QUICK = [
 ]
 TRY_ALL = """
 import sys
-from diloco_common.program import main
+from diloco_common.command import main
 for argv in ARGVS:
     try:
         main(argv)
@@ -52,7 +52,7 @@ def command():
 sys.exit(run_command(command, name="diloco"))
 """
 HELPS = """
-from diloco_common.program import main
+from diloco_common.command import main
 sys.stdin.readline()
 sys.exit(main(["--help"]))
 """

@@ -15,8 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
+from diloco_common.command import main
 from diloco_common.errors import EXIT_REFUSED
-from diloco_common.program import main
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import load, load_saved
 from diloco_common.wire.addresses import read_address

@@ -15,9 +15,8 @@ from certificates import Certificates
 from diloco_common.observe.metrics import installed
 from diloco_common.settings import Settings
 from diloco_common.wire.messages import PROTOCOL
-from diloco_deploy.catalogue import CODES
-from diloco_deploy.doctor import shards
-from diloco_deploy.doctor.checks import Check, Door, Known, ReportLine, State, run_checks
+from diloco_deploy.codes import CODES
+from diloco_deploy.doctor import Check, Door, Known, ReportLine, State, run_checks, shards
 from diloco_deploy.doctor.command import Patient, look
 from secret_files import secret_file
 

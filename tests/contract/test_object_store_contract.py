@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from moto.server import ThreadedMotoServer
 
-from diloco_common.program import main
+from diloco_common.command import main
 from diloco_deploy.checkpoint import sources
 from diloco_server.storage.checkpoint import MANIFEST
 from diloco_server.storage.filesystem import Disk

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import diloco_worker
+from diloco_common.command import main
 from diloco_common.errors import ManifestMismatch
-from diloco_common.program import main
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import save
 from diloco_common.wire.addresses import write_address

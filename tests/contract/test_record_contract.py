@@ -8,10 +8,10 @@ import json
 import pytest
 
 from builders import make_settings
+from diloco_common.command import main
 from diloco_common.observe.http import HttpServer
 from diloco_common.observe.logs import Log
 from diloco_common.observe.metrics.shard import ShardMetrics
-from diloco_common.program import main
 from diloco_server.core.ledger import ANSWER_MAX, Merged, VersionCommitted
 from diloco_server.shell.host import ShardHost
 from diloco_server.shell.server import real_world

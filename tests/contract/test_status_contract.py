@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from diloco_common.program import main
+from diloco_common.command import main
 from diloco_common.wire.addresses import write_address
 from diloco_deploy import status
 from diloco_deploy.cluster.asking import fetch_all

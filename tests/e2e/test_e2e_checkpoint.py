@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from diloco_common.command import main
 from diloco_common.errors import DilocoError
-from diloco_common.program import main
 from diloco_server.storage.checkpoint import read_manifest
 from diloco_server.storage.filesystem import Disk
 from diloco_worker.global_model import pull_global_model

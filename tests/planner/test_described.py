@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from diloco_common.command import main
 from diloco_common.errors import ConfigError
-from diloco_common.program import main
 from diloco_planner.chips import Island
 from diloco_planner.described import read
 from diloco_planner.plans import LearnerPlan

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from diloco_common.program import main
+from diloco_common.command import main
 
 SITE = """
 [[site]]

@@ -8,12 +8,12 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from diloco_common.command import main
 from diloco_common.formulas import BITS
-from diloco_common.program import main
 from diloco_common.settings import Settings, SyncSettings
 from diloco_planner.chips import Failures, Island
 from diloco_planner.plans import LearnerPlan, Link, RunOutcome, ShardPlan
-from diloco_planner.ways import Sent, baselines
+from diloco_planner.proposed import Sent, baselines
 from diloco_planner.world import PlannedWorld
 
 NEVER, FREE = Failures(mtbi_s=1e15), Link()

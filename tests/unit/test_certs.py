@@ -10,8 +10,8 @@ import pytest
 from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
+from diloco_common.command import main
 from diloco_common.errors import SecretExposed
-from diloco_common.program import main
 from diloco_common.settings import SecuritySettings
 from diloco_common.trust.files import read_bearer_token, read_folder, read_revocations
 from diloco_common.trust.identity import Identity, Proof, Scope, Subject, subject_of

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco_common.program import main
+from diloco_common.command import main
 from diloco_common.settings import Settings
 from diloco_common.wire.addresses import Endpoints, read_address, write_address
 from diloco_deploy.cluster.roll_call import ClusterRecord

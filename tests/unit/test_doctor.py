@@ -14,9 +14,20 @@ import pytest
 from diloco_common.errors import CannotConnect
 from diloco_common.settings import Settings, ShardSettings
 from diloco_common.wire import rpc
-from diloco_deploy.catalogue import CODES
-from diloco_deploy.doctor import command, machine, shards
-from diloco_deploy.doctor.checks import Check, CheckedLine, Door, Known, ReportLine, failure, ok, run_checks
+from diloco_deploy.codes import CODES
+from diloco_deploy.doctor import (
+    Check,
+    CheckedLine,
+    Door,
+    Known,
+    ReportLine,
+    command,
+    failure,
+    machine,
+    ok,
+    run_checks,
+    shards,
+)
 from diloco_deploy.doctor.machine import PlannedShard, Written
 
 SHARD = PlannedShard(

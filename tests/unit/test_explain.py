@@ -17,8 +17,7 @@ import diloco_worker
 from diloco_common.errors import DilocoError, Refusal
 from diloco_common.observe.metrics.shard import rejections
 from diloco_common.wire import rpc
-from diloco_deploy.catalogue import CODES, ENTRIES, of_kind
-from diloco_deploy.codes import Kind
+from diloco_deploy.codes import CODES, ENTRIES, Kind, of_kind
 
 NOT_IMPORTED = ("__main__", ".hf", ".lightning")
 """They start a program, or need a package that is not ours. They define no errors."""

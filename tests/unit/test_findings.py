@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from diloco_deploy.catalogue import CODES
 from diloco_deploy.cluster.roll_call import Roll, roll_call
+from diloco_deploy.codes import CODES
 from diloco_deploy.doctor.command import of_roll
 from diloco_deploy.run.members import HOLD_S, Watch
 from diloco_deploy.status import EXIT_DEGRADED, ClusterStatus, page

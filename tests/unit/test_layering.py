@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco_common.program import Command, installed
+from diloco_common.command import Command, installed
 
 OURS = {
     "diloco_protos": "protos",

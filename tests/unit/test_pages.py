@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from diloco_common.codec import encode_payload, encoding_names, num_payload_bytes
-from diloco_common.program import main
+from diloco_common.command import main
 from diloco_common.settings import SyncSettings
 from pages import UNTESTED, blocks, followed
 

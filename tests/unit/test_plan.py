@@ -7,9 +7,9 @@ import json
 import pytest
 
 from diloco_common import formulas
+from diloco_common.command import main
 from diloco_common.errors import ConfigError
 from diloco_common.formulas import BITS
-from diloco_common.program import main
 from diloco_common.settings import SyncSettings
 from diloco_planner.choice import PlannedRun, choose
 from diloco_planner.plan_command import parameters_of

@@ -21,7 +21,7 @@ from diloco_common.errors import ConfigError, plain
 from diloco_common.options import NO_SETTINGS, Flag, Json, SettingsOptions, number, setting, settings_from
 from diloco_common.settings import Settings
 from diloco_deploy import THREADS_MAX
-from diloco_deploy.doctor.checks import (
+from diloco_deploy.doctor import (
     TOTAL_S,
     Check,
     CheckedLine,

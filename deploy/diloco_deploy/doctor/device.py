@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from diloco_common import units
-from diloco_deploy.doctor.checks import TIMES, Check, ReportLine, failure, ok
+from diloco_deploy.doctor import TIMES, Check, ReportLine, failure, ok
 
 SOAK_S = 60.0
 OPTIMIZER_STEPS = 8

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from diloco_common import formulas, units
 from diloco_common.formulas import BITS, LINK_SHARE
 from diloco_common.settings import OVERLAP_STEPS, ShardSettings
-from diloco_deploy.doctor.checks import SLOW_S, TIMES, ReportLine, failure, ok, warning
+from diloco_deploy.doctor import SLOW_S, TIMES, ReportLine, failure, ok, warning
 from diloco_server.shell.quotas import CONNECTIONS_PER_LEARNER, ENOUGH, KEPT, connections_allowed, connections_wanted
 from diloco_server.storage.filesystem import Disk, FileSystem
 

@@ -23,7 +23,7 @@ from diloco_common.wire.handshake import certificate_at, find_cause
 from diloco_common.wire.messages import JoinAnswer, JoinRequest
 from diloco_deploy import ASK_S
 from diloco_deploy.cluster.findings import ENDS_SOON_S, SKEW_S
-from diloco_deploy.doctor.checks import (
+from diloco_deploy.doctor import (
     SLOW_S,
     TIMES,
     Door,

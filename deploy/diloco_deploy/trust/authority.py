@@ -45,7 +45,7 @@ from diloco_common.trust.files import (
     write_revocations,
 )
 from diloco_common.trust.identity import Scope, Subject
-from diloco_deploy.trust.registry import ISSUED, PRIVATE, PUBLIC, Issued, Registry, write_file
+from diloco_deploy.trust import ISSUED, PRIVATE, PUBLIC, Issued, Registry, write_file
 
 CA_KEY = "ca.key"
 _BESIDE_THE_KEY = (CA, ISSUED, REVOKED)

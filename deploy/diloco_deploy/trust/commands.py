@@ -18,8 +18,8 @@ from diloco_common.options import Days, Flag
 from diloco_common.trust.files import shown
 from diloco_common.trust.identity import Scope, subject_of
 from diloco_deploy import EVERY_S
+from diloco_deploy.trust import Issued
 from diloco_deploy.trust.authority import CA_DAYS, CERTIFICATE_DAYS, is_good, make_authority, open_authority
-from diloco_deploy.trust.registry import Issued
 from diloco_deploy.trust.tending import Tending
 
 Folder = Annotated[Path, Parameter(metavar="PATH", help="folder of the authority")]

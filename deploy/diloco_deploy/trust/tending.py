@@ -32,6 +32,7 @@ from diloco_common.settings import Settings, ShardSettings
 from diloco_common.trust.files import CA, KEY, REVOKED, Stamp, stamp_of
 from diloco_common.trust.identity import Scope, Subject, subject_of
 from diloco_common.wire.addresses import is_loopback, parse_address
+from diloco_deploy.trust import PUBLIC, Issued, write_file
 from diloco_deploy.trust.authority import (
     CERTIFICATE_DAYS,
     RENEW_SHARE,
@@ -41,7 +42,6 @@ from diloco_deploy.trust.authority import (
     make_authority,
     open_authority,
 )
-from diloco_deploy.trust.registry import PUBLIC, Issued, write_file
 
 RENEW_EVERY_S = 3600.0
 OBSERVER = "observer/up"
