@@ -538,10 +538,10 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def some(found: Sequence[str]) -> str:
+def some(found: Sequence[str], between: str = ", ") -> str:
     """The first three of these, and how many more there are."""
     more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-    return f"{', '.join(found[:3])}{more}"
+    return f"{between.join(found[:3])}{more}"
 
 
 def shown(value: object) -> str:

@@ -8,9 +8,10 @@ from typing import Any
 
 from diloco_common.errors import NothingIntact
 from diloco_common.settings import OVERLAP_STEPS
+from diloco_common.wire.calls import LONG_S
 from diloco_server.core.fragment import FragmentState
 from diloco_server.core.membership import LAST_S, Member
-from diloco_server.core.patience import LONGEST_S, OVERDUE, SLACK
+from diloco_server.core.patience import OVERDUE, SLACK
 from diloco_server.core.round import Round
 from diloco_server.core.shard import Shard
 from diloco_server.shell.host import ShardHost
@@ -228,7 +229,7 @@ class Waits:
             if member is not None and member.reports is not None:
                 self._step_s[learner_id] = max(self._step_s[learner_id], member.reports.step_s)
                 if self._is_overdue(shard, state, collecting, member):
-                    waits_s = max(waits_s, min((1 + 2 * SLACK) * self._step_s[learner_id], LONGEST_S))
+                    waits_s = max(waits_s, min((1 + 2 * SLACK) * self._step_s[learner_id], LONG_S))
         fragment_id = state.fragment.fragment_id
         opened_at, longest_s = self._longest_s.get(fragment_id, (-1.0, 0.0))
         if opened_at == collecting.opened_at:

@@ -9,14 +9,15 @@ from examples.heloco import KEPT, corrected
 
 from builders import make_contribution, make_settings, random_values
 from diloco_common.codec.base import BFLOAT16_MAX
+from diloco_common.codec.memory import SLICE_ELEMENTS
 from diloco_common.wire.manifest import Piece
 from diloco_server.core.merge import merge
-from diloco_server.core.outer import OUR_RULES, SLICE, make_outer_optimizer
+from diloco_server.core.outer import OUR_RULES, make_outer_optimizer
 
 RATES = {"lr": 0.7, "momentum": 0.9}
 
 
-@pytest.mark.parametrize("num_elements", [1, 1000, SLICE + 7], ids=["one", "some", "over-a-slice"])
+@pytest.mark.parametrize("num_elements", [1, 1000, SLICE_ELEMENTS + 7], ids=["one", "some", "over-a-slice"])
 @pytest.mark.parametrize(
     ("name", "momentum", "twin"),
     [

@@ -17,11 +17,11 @@ from diloco_common.errors import (
     WrongRun,
 )
 from diloco_common.ports import Unavailable
-from diloco_common.wire.calls import FIRST_S, backoff_s
-from diloco_worker.core.connection import REVOKED_S, STAYS_S, STEADY_S, Dialing, Redial
+from diloco_common.wire.calls import FIRST_S, LONG_S, SETTLE_S, backoff_s
+from diloco_worker.core.connection import STAYS_S, Dialing, Redial
 
 
-@pytest.mark.parametrize(("after_s", "ends"), [(REVOKED_S - 0.1, False), (REVOKED_S, True)])
+@pytest.mark.parametrize(("after_s", "ends"), [(LONG_S - 0.1, False), (LONG_S, True)])
 def test_a_learner_that_is_revoked_while_it_trains_ends_unless_it_gets_another_certificate(
     after_s: float, ends: bool
 ) -> None:
@@ -84,7 +84,7 @@ def test_waits_grow_until_the_shard_answers_that_the_lease_is_over(errors: tuple
     assert attempts(*errors).after_s == backoff_s(waits, 0.0)
 
 
-@pytest.mark.parametrize(("lasting_s", "waits"), [(STEADY_S - 1, 3), (STEADY_S + 1, 0)])
+@pytest.mark.parametrize(("lasting_s", "waits"), [(SETTLE_S - 1, 3), (SETTLE_S + 1, 0)])
 def test_a_connection_that_held_is_dialed_again_without_the_waits_before_it(lasting_s: float, waits: int) -> None:
     assert attempts(CUT, CUT, CUT, CUT, lasting_s=lasting_s).after_s == backoff_s(waits, 0.0)
 

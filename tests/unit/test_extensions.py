@@ -12,11 +12,12 @@ import torch
 
 from builders import make_contribution, make_settings, random_values
 from diloco_common.codec import decode_payload, encode_payload, encoding_names, get_codec, offered_names, registry
+from diloco_common.codec.memory import SLICE_ELEMENTS
 from diloco_common.errors import ConfigError, UnknownEncoding
 from diloco_common.extensions import find, plugin_names
 from diloco_common.wire.manifest import Piece
 from diloco_server.core.merge import merge
-from diloco_server.core.outer import OUR_RULES, SLICE, OuterOptimizer, make_outer_optimizer
+from diloco_server.core.outer import OUR_RULES, OuterOptimizer, make_outer_optimizer
 from diloco_server.shell.rules import check_codecs, find_rules
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,11 +54,11 @@ def test_theta_and_buffers_are_all_that_is_remembered(name: str) -> None:
 
 @pytest.mark.parametrize("name", OUTER)
 def test_how_a_fragment_is_cut_does_not_show(name: str) -> None:
-    optimizer, size = make(name), SLICE + 3
+    optimizer, size = make(name), SLICE_ELEMENTS + 3
     if not optimizer.is_by_element:
         pytest.skip("it looks at a slice as a whole, and says so")
     theta, gradient = random_values(size, 0), random_values(size, 1)
-    tail = slice(SLICE - 2, SLICE + 2)
+    tail = slice(SLICE_ELEMENTS - 2, SLICE_ELEMENTS + 2)
     alone, alone_gradient = theta[tail].clone(), gradient[tail].clone()
     optimizer.step(theta, gradient, optimizer.new_buffers(size), 1)
     optimizer.step(alone, alone_gradient, optimizer.new_buffers(4), 1)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from diloco_common.errors import ConfigError
+from diloco_common.wire.calls import SETTLE_S
 from diloco_demo.training import InnerStep, Synchroniser
 
 log = logging.getLogger(__name__)
@@ -31,8 +32,6 @@ log = logging.getLogger(__name__)
 FIGURES = ("loss", "rate_share", "tokens", "tokens_merged", "fraction")
 """The tracked figures: the columns of a csv file after `run`, `name` and `step`."""
 WAITING_MAX = 1024
-CLOSE_S = 5.0
-"""Seconds to write the waiting points after the end."""
 Figures = Mapping[str, float]
 
 
@@ -66,7 +65,7 @@ class Tracker:
         except queue.Full:
             self.dropped += 1
 
-    def close(self, timeout_s: float = CLOSE_S) -> None:
+    def close(self, timeout_s: float = SETTLE_S) -> None:
         """Write the waiting points for at most `timeout_s` seconds, and log if that was too short."""
         ends = time.monotonic() + timeout_s
         with suppress(queue.Full):

@@ -35,7 +35,7 @@ HIDDEN = ("generation", "epoch")
 Page: TypeAlias = Callable[[Mapping[str, str]], dict[str, Any]]
 """Returns JSON for the parameters of a query. Called in the event loop; raises ValueError if they make no sense."""
 REST = 10.0
-"""An answer is cached for this many times as long as it took to make."""
+"""An answer is cached for this many times as long as it took to make, so answers take a tenth of a core at most."""
 _log = logging.getLogger("diloco.http")
 
 

@@ -19,7 +19,7 @@ from diloco_common.errors import refusal_from
 from diloco_common.trust.files import TlsFiles
 from diloco_common.trust.identity import Identity, check_learner_id
 from diloco_common.wire.addresses import is_loopback, parse_address
-from diloco_common.wire.bounds import PARTS_MAX
+from diloco_common.wire.bounds import NAME_MAX, PARTS_MAX
 
 MAX_MESSAGE_BYTES = 8 << 20
 """More than the largest chunk (`payload.CHUNK_BYTES_MAX`) and the largest model description (65,536 tensors)."""
@@ -148,9 +148,6 @@ def _decimal(values: Mapping[str, str], key: str) -> int:
 
 # ---------------------------------------------------------------- what a shard says of itself
 
-PACKAGE_CHARACTERS_MAX = 64
-"""More than any version has. Whoever answers chooses the text."""
-
 
 class Hello(NamedTuple):
     clock: float
@@ -171,7 +168,7 @@ def hello_of(metadata: Iterable[tuple[str, str | bytes]]) -> Hello | None:
         clock = float(values[CLOCK_KEY])
     except (KeyError, ValueError):
         return None
-    return Hello(clock, values.get(PACKAGE_KEY, "")[:PACKAGE_CHARACTERS_MAX]) if math.isfinite(clock) else None
+    return Hello(clock, values.get(PACKAGE_KEY, "")[:NAME_MAX]) if math.isfinite(clock) else None
 
 
 # ---------------------------------------------------------------- TLS

@@ -26,7 +26,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from diloco_common.errors import ConfigError, DataError
+from diloco_common.errors import ConfigError, DataError, some
 from diloco_common.wire.messages import FrozenTensor
 from diloco_deploy.checkpoint import Writing
 from diloco_worker.core.names import canonical
@@ -152,7 +152,7 @@ def _check(loader: Loader, values: Mapping[str, Tensor], other: set[str], lost: 
         "has no place for {}, of the run": lost,
         "wants {}, which the run does not have": lacking,
     }
-    words = [f"{loader.name} {says.format(_shown(names))}" for says, names in facts.items() if names]
+    words = [f"{loader.name} {says.format(some(sorted(names)))}" for says, names in facts.items() if names]
     if words and not is_partial:
         raise DataError(
             f"{'; '.join(words)}. Give as --base the folder of the very model that was trained, as its library saves "
@@ -162,10 +162,6 @@ def _check(loader: Loader, values: Mapping[str, Tensor], other: set[str], lost: 
     for line in words:
         print(f"--partial: {line}", file=sys.stderr)
     return lacking | odd | other
-
-
-def _shown(names: set[str]) -> str:
-    return ", ".join(sorted(names)[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 # ------------------------------------------------------------------ who loads it
@@ -217,8 +213,8 @@ def _save(loader: Loader, values: Mapping[str, Tensor], left_out: Collection[str
         path.chmod((folder / "config.json").stat().st_mode)
     if wrong := {k for k, v in (written | dict(values)).items() if not torch.equal(loaded[k], v.to(loaded[k].dtype))}:
         raise DataError(
-            f"{_shown(wrong)}: transformers would load other values than were trained, so nothing was written. If "
-            "the model of --base ties what the run trained apart, change that in its config.json"
+            f"{some(sorted(wrong))}: transformers would load other values than were trained, so nothing was written. "
+            "If the model of --base ties what the run trained apart, change that in its config.json"
         )
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import inf
 
 from diloco_common import formulas, units
-from diloco_common.errors import Draining, Expired, Revoked, Unavailable, VersionUndone
+from diloco_common.errors import Draining, Expired, Revoked, Unavailable, VersionUndone, some
 from diloco_deploy import ASK_S
 from diloco_deploy.cluster.members import SeenLearner, SeenMember, Status
 from diloco_deploy.cluster.model import Cluster
@@ -30,7 +30,6 @@ SKEW_S = 10.0
 BYTES_PER_PARAMETER = max(formulas.version_bytes(outer, "int8") for outer in formulas.MOMENTUM_BYTES)
 """Most bytes of one version with its outer optimizer."""
 NO_TOKENS_STEPS = 10
-NAMES_SHOWN = 3
 STANDS = frozenset({"STORAGE", "NO_PROGRESS"})
 """Codes that mean that the run makes no versions, or not all."""
 GONE = frozenset({"SHARD_AWAY", "SHARD_UNKNOWN", "WORKER_AWAY", "LEFT_OUT", Revoked.code, Expired.code})
@@ -356,6 +355,4 @@ def _least(told: list[Status], key: str) -> float | None:
 
 
 def _names(why: dict[str, str]) -> str:
-    shown = [f"{name} ({words})" for name, words in [*why.items()][:NAMES_SHOWN]]
-    more = len(why) - len(shown)
-    return (", ".join(shown) or "nobody that it knows") + (f" and {more} more" if more > 0 else "")
+    return some([f"{name} ({words})" for name, words in why.items()]) or "nobody that it knows"

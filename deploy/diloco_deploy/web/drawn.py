@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from itertools import count, takewhile
 from typing import Any
 
+from diloco_common.errors import some
 from diloco_deploy import ASK_S, EVERY_S
-from diloco_deploy.cluster.findings import NAMES_SHOWN
 from diloco_deploy.cluster.members import KEPT_S, LEARNERS_MAX, SAME_S
 
 POINTS_MAX = 720
@@ -168,9 +168,7 @@ class EventLine:
 
     def _of_learners(self) -> str:
         one, many = (_BY_CODE.get(self.code) or _OF_LEARNERS[self.kind])[1:]
-        names, more = list(self.learners)[:NAMES_SHOWN], len(self.learners) - NAMES_SHOWN
-        who = ", ".join(names) + (f" and {more} more" if more > 0 else "")
-        return f"{who} {one if len(self.learners) == 1 else many}"
+        return f"{some([*self.learners])} {one if len(self.learners) == 1 else many}"
 
 
 class Events:

@@ -8,7 +8,8 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from diloco_common import units
-from diloco_deploy.cluster.findings import GONE, NAMES_SHOWN, OF_SHARDS, STANDS, Finding
+from diloco_common.errors import some
+from diloco_deploy.cluster.findings import GONE, OF_SHARDS, STANDS, Finding
 from diloco_deploy.cluster.members import HERE
 from diloco_deploy.web.drawn import Point
 
@@ -101,7 +102,7 @@ def _lost(totals: Mapping[str, Any], shards_away: Sequence[str]) -> dict[str, st
         words = "Announced versions that a shard came back without; learners go on from what they hold."
         return _said("bad", f"{lost:,} {'version' if lost == 1 else 'versions'} lost", words)
     if shards_away:
-        return _said("info", "Nothing, so far", f"What {_some(shards_away)} kept is not known until it answers.")
+        return _said("info", "Nothing, so far", f"What {some(shards_away)} kept is not known until it answers.")
     if not carried:
         return _said("good", "Nothing lost", "Every announced version is there.")
     words = "Every announced version is there. Contributions that missed their round: "
@@ -114,11 +115,6 @@ def _here_count(states: Counter[str]) -> int:
 
 def _learners(count: int) -> str:
     return f"{count} learner{'' if count == 1 else 's'}"
-
-
-def _some(names: Sequence[str]) -> str:
-    more = len(names) - NAMES_SHOWN
-    return ", ".join(names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def _said(level: str, title: str, words: str) -> dict[str, str]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco_common.errors import ConfigError, plain
-from diloco_common.observe.http import finite
+from diloco_common.observe.http import REST, finite
 from diloco_common.observe.http_listener import HttpListener, TlsDoor
 from diloco_common.trust.files import REVOKED, DenyList, TlsFiles, TlsFolder
 from diloco_common.trust.identity import Proof
@@ -104,8 +104,6 @@ def door_of(certificate: Path, revoked: Path | None) -> TlsDoor:
     return TlsDoor(files, is_welcome)
 
 
-REST = 9.0
-"""After an answer that took long to process, pause this many times as long, to use at most a tenth of a core."""
 _RETRY = b"retry: 500\n\n"
 _log = logging.getLogger("diloco.web")
 

@@ -38,6 +38,7 @@ import torch
 from torch import Tensor
 
 from diloco_common.settings import EVERY_LEAST, EVERY_MOST, SyncSettings
+from diloco_common.wire.bounds import TOKENS_MERGED_MAX
 from diloco_common.wire.manifest import Fragment, turn
 from diloco_server.core.fragment import FragmentState, Phase, Phases
 from diloco_server.core.membership import Member
@@ -124,7 +125,7 @@ class Every:
         return f"{late:.1%} late" if late > LATE else f"{carries} would do"
 
 
-NEVER = 1 << 62
+NEVER = TOKENS_MERGED_MAX
 """More steps or tokens than any learner reaches."""
 READY = 0.75
 """Share of the interval that a learner must have trained to be asked, unless it leaves or the budget ends. Learners

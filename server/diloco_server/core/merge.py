@@ -50,16 +50,14 @@ from torch import Tensor
 
 from diloco_common.codec import Chunk, Codec, Payload, PayloadHeader, as_tensor, check_chunk, get_codec
 from diloco_common.codec.base import ChunkPart
-from diloco_common.codec.memory import scratch
+from diloco_common.codec.memory import SLICE_ELEMENTS, scratch
 from diloco_common.codec.native import WeightedSum
 from diloco_common.errors import BadPayload
 from diloco_common.wire.manifest import Piece, mean_of
 from diloco_server.core.parts import PartedPayload, PieceSpan, places_of, root
 from diloco_server.core.round import Contribution
 
-SLICE = 1 << 18
-"""Elements processed at a time: 1 MiB of float32, which stays in the cache between operations."""
-DOT_SLICE = 1 << 15
+DOT_SLICE = SLICE_ELEMENTS // 8
 """Elements of each contribution decoded at a time for dot products."""
 FLOAT32_TINY = torch.finfo(torch.float32).tiny
 NEGLIGIBLE = 2.0**-64
@@ -135,7 +133,7 @@ class MergedSlice:
     start: int
     """Index of its first element in the fragment."""
     num_elements: int
-    """At most SLICE, all of one piece."""
+    """At most SLICE_ELEMENTS, all of one piece."""
     codec: Codec
     parts: Sequence[ChunkPart]
     weights: Sequence[float]
@@ -306,7 +304,7 @@ class _Parted:
 
 
 def _slices(
-    sources: Sequence[_Addend], bounds: slice, weights: Sequence[float], size: int = SLICE
+    sources: Sequence[_Addend], bounds: slice, weights: Sequence[float], size: int = SLICE_ELEMENTS
 ) -> Iterator[MergedSlice]:
     """The weighted sum over these elements, in slices of at most `size` that end with their chunk at the latest."""
     start, end = bounds.start, bounds.stop

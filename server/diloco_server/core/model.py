@@ -9,11 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from diloco_common.errors import FrozenMismatch, ManifestMismatch
+from diloco_common.errors import FrozenMismatch, ManifestMismatch, some
 from diloco_common.wire.manifest import Manifest, TensorSpec, differences, kinds_of, model_digest
 from diloco_common.wire.messages import FrozenTensor
-
-SHOWN = 5
 
 
 def check_model(mine: Manifest, theirs: Sequence[TensorSpec]) -> None:
@@ -88,10 +86,9 @@ class Frozen:
             if (words := _difference(self._tensors.get(name), caller.get(name)))
         ]
         if different:
-            more = [f"and {len(different) - SHOWN} more"] if len(different) > SHOWN else []
             raise FrozenMismatch(
                 f"frozen tensors differ from those that {self._declared_by} has brought to this run (the run's <-> the "
-                f"caller's): {'; '.join([*different[:SHOWN], *more])}. Load the same base in the same dtype; or, if it "
+                f"caller's): {some(different, '; ')}. Load the same base in the same dtype; or, if it "
                 'may differ, join(..., frozen="any"). If your loop changes them itself (a teacher, a target network), '
                 'join(..., private=[...]) keeps them local, and shared="all" merges them, too'
             )

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from diloco_common.codec import memory
 from diloco_common.codec.base import BFLOAT16_MAX
+from diloco_common.codec.memory import SLICE_ELEMENTS
 from diloco_common.settings import OuterSettings
 from diloco_server.core.merge import MergedSlice, shares_of
 from diloco_server.core.round import Contribution
@@ -25,8 +26,6 @@ from diloco_server.core.round import Contribution
 BFLOAT16_MU_MAX = 0.7
 """Largest mu with bfloat16 momentum. Theta is then off by less than 0.3 % of its way in the worst case, where all
 gradients agree: by 0.06 % at 0.5. It would be 1.5 % at 0.9, and 20 % at 0.99."""
-SLICE = 1 << 17
-"""Elements per pass: few enough to stay in cache between the operations of a step."""
 
 
 def momentum_for(contributions: Sequence[Contribution], merge: object) -> float:
@@ -67,8 +66,8 @@ class OuterOptimizer(ABC):
 
         `outer_step` counts from 1. Spoils `gradient`.
         """
-        for start in range(0, theta.numel(), SLICE):
-            part = slice(start, start + SLICE)
+        for start in range(0, theta.numel(), SLICE_ELEMENTS):
+            part = slice(start, start + SLICE_ELEMENTS)
             self.update(theta[part], gradient[part], [b[part] for b in buffers], outer_step)
 
     def step_merged(self, theta: Tensor, merged: MergedSlice, buffers: Sequence[Tensor], outer_step: int) -> None:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from statistics import median_low
 
 from diloco_common.settings import OVERLAP_STEPS, PATIENCE, SyncSettings
+from diloco_common.wire.calls import LONG_S
 from diloco_server.core.arrivals import Reports
 from diloco_server.core.due import DueFragments, Every, Measured
 from diloco_server.core.fragment import FragmentState
@@ -31,8 +32,6 @@ from diloco_server.core.versions import Versions
 LONGEST = 2.5
 SCATTER = 4.0
 """Mean deviations beyond the mean, as in TCP's retransmission timeout."""
-LONGEST_S = 60.0
-"""No adaptive window is longer, whatever step times learners report."""
 OVERDUE = 2
 """A learner is overdue after this many times H steps without a merge."""
 SLACK = 0.1
@@ -54,7 +53,7 @@ def adaptive_s(step_time_s: float, every: int, scatter_s: float) -> float:
     """How long a round stays open after its quorum, in seconds. `step_time_s`, `scatter_s`: medians of the live
     learners, so that no straggler widens it. `every`: the current H."""
     patience_s = max(PATIENCE * every, OVERLAP_STEPS) * step_time_s + SCATTER * scatter_s
-    return min(LONGEST * min(patience_s, max(every, OVERLAP_STEPS) * step_time_s), LONGEST_S)
+    return min(LONGEST * min(patience_s, max(every, OVERLAP_STEPS) * step_time_s), LONG_S)
 
 
 class RoundPatience:
@@ -140,7 +139,7 @@ class RoundPatience:
         waits_in, waited = member.waited_for.get(fragment_id, (0, merged))
         expected_at = member.arrivals.expected_at(state.call, state.fragment.num_elements)
         slack_s = SLACK * reports.step_s
-        if expected_at + slack_s > collecting.opened_at + min((1 + 2 * SLACK) * reports.step_s, LONGEST_S):
+        if expected_at + slack_s > collecting.opened_at + min((1 + 2 * SLACK) * reports.step_s, LONG_S):
             return now
         if member.reported.inner_step - max(merged, waited) >= OVERDUE * self.due.usual_steps(state.fragment):
             waits_in = collecting.round

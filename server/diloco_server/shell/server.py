@@ -33,6 +33,7 @@ from diloco_common.trust.files import TlsFiles
 from diloco_common.trust.identity import Identity
 from diloco_common.wire import rpc
 from diloco_common.wire.addresses import bind_socket, in_use, parse_address, write_address
+from diloco_common.wire.calls import SETTLE_S
 from diloco_common.wire.follower import Follower
 from diloco_common.wire.grpc_transport import GrpcTransport
 from diloco_common.wire.messages import FollowRequest
@@ -49,10 +50,8 @@ from diloco_server.storage.standby import StandbyFolder
 from diloco_server.storage.store import open_store
 from diloco_server.storage.version_file import Origin
 
-DRAIN_S = 5.0
-"""Seconds for merges to finish when the process is told to end."""
 WRITES_END_S = 2.0
-"""Seconds for writes to finish after that, before the data folder is left locked."""
+"""Seconds for writes to finish after `SETTLE_S`, before the data folder is left locked."""
 LAST_WRITE_S = 10.0
 """Seconds that the process then waits for such a write. In all this is less than the 30 s of a container."""
 
@@ -220,7 +219,7 @@ class ShardServer:
         await self._http.stop()
         await self._release()
 
-    async def stop(self, drain_s: float = DRAIN_S) -> None:
+    async def stop(self, drain_s: float = SETTLE_S) -> None:
         """Drain for at most `drain_s` seconds, and end. Calls after the first do nothing."""
         self._health.set(health_pb2.HealthCheckResponse.NOT_SERVING)
         await self.host.drain(drain_s)

@@ -19,6 +19,7 @@ import torch
 
 from diloco_common.codec import Payload, decode_payload
 from diloco_common.wire.manifest import Fragment
+from diloco_server.core.influence import APART, ERRORS, FALLS, FEW, LITTLE, OPPOSED, RISES, TOLD, TWICE
 from diloco_server.core.ledger import Event, LearnerJoined, LearnerLeftOut, LearnerTakesPart
 from diloco_server.core.round import Contribution, LengthLimit, Round
 from diloco_server.core.shard import Shard
@@ -87,12 +88,6 @@ class Fairness:
             invariants.a_minority_moves_nothing(fragment_id, theta, before, max(c.norm for c in honest))
 
 
-LONGER, APART, RISES, FALLS = 2.0, 1.25, 4.0, 0.8
-"""Limits in lengths of the second longest, for a learner that points with the others and for one that points nowhere;
-in lengths of before, in a round of two, and in any other."""
-COMPARED, OPPOSED, ERRORS, FEW, LITTLE = 24, 0.75, 3.0, 16, 0.1
-"""Who points away by so much over so many contributions, beyond so many standard errors, is left out, among at most so
-many members. What is so much shorter than the longest is not compared."""
 ABOUT = 0.1
 """A lean this close to its bound may be on either side: encoding turns contributions a little, also those of the
 others, with which the product compares (0.04 in a schedule with int4 and snapshots taken while training)."""
@@ -206,7 +201,7 @@ class BoundedInfluence:
                 low = high = math.inf
             else:
                 second = _second(part, c.steps)
-                low, high = (max(times * second, FALLS * known) for times in (APART, LONGER))
+                low, high = (max(times * second, FALLS * known) for times in (APART, TWICE))
             invariants.lengths_are_bounded_by_the_round(fragment_id, c.learner_id, c.norm * c.kept, c.norm, low, high)
             counts = c.norm * c.kept if len(part) >= 3 else min(c.norm, low / 2)
             followed.counted[fragment_id, c.learner_id] = LengthLimit(counts, c.steps)
@@ -236,7 +231,7 @@ class BoundedInfluence:
             c for c in known if c.norm > 0 and (c.learner_id in followed.out or c.kept * c.norm >= LITTLE * longest)
         ]
         for c in compared:
-            followed.pointed.setdefault(c.learner_id, deque(maxlen=COMPARED)).append(_along(c, fragment))
+            followed.pointed.setdefault(c.learner_id, deque(maxlen=TOLD)).append(_along(c, fragment))
         return {c.learner_id for c in compared}
 
     def _judged(self, followed: _Followed, compared: Collection[str], learners: int, verdicts: Sequence[Event]) -> None:
@@ -245,7 +240,7 @@ class BoundedInfluence:
         back = {e.fact.learner_id for e in verdicts if isinstance(e.fact, LearnerTakesPart)}
         for learner_id in sorted(out | back | set(compared)):
             pointed = followed.pointed.get(learner_id, ())
-            leans, is_full = [-cosine - OPPOSED for cosine in pointed], len(pointed) == COMPARED
+            leans, is_full = [-cosine - OPPOSED for cosine in pointed], len(pointed) == TOLD
             beyond_chance = fmean(leans) - ERRORS * stdev(leans) / math.sqrt(len(leans)) if is_full else -math.inf
             if learner_id in followed.out:
                 invariants.only_the_healed_take_part_again(

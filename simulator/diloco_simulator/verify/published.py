@@ -19,7 +19,7 @@ from diloco_common.codec import Codec, get_codec
 from diloco_common.codec.base import ChunkPart
 from diloco_common.settings import OuterSettings
 from diloco_common.wire.manifest import Fragment, Piece
-from diloco_server.core.merge import MergedSlice, chunk_tensors
+from diloco_server.core.merge import AGREED, CANCELLED, MergedSlice, chunk_tensors
 from diloco_server.core.parts import PartedPayload
 from diloco_server.core.round import Contribution
 from diloco_simulator.processes import Processes
@@ -28,10 +28,6 @@ from diloco_simulator.verify.invariants import Taken
 
 LEFT = "LEFT"
 """The code of a goodbye: earlier contributions count."""
-AGREED = 0.5
-"""Share by which fully agreeing contributions are shortened."""
-CANCELLED = 1e-6
-"""Directions cancel if their mean is shorter."""
 
 
 @dataclass(frozen=True)

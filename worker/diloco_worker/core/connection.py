@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from diloco_common import errors
 from diloco_common.errors import BadRequest, ConfigError, DilocoError, Refusal, Superseded, Unavailable
 from diloco_common.trust.identity import Identity
-from diloco_common.wire.calls import SAY_EVERY_S, backoff_s
+from diloco_common.wire.calls import LONG_S, SAY_EVERY_S, SETTLE_S, backoff_s
 from diloco_common.wire.manifest import Manifest
 from diloco_common.wire.messages import LearnerPolicy, Pulse
 from diloco_worker.core.events import Announced, Gone, Joined
@@ -257,11 +257,6 @@ STAYS = (errors.ForeignCertificate, errors.WrongHost, errors.TlsMismatch, errors
 learner runs, or a clock corrected."""
 STAYS_S = 3.0
 """Seconds for which such a failure must stay the same: long enough to look for the cause twice."""
-REVOKED_S = 60.0
-"""Seconds until a learner that was revoked in training ends: the time to give it another certificate."""
-STEADY_S = 5.0
-"""After a connection of this length, the next dial does not wait as long as earlier failures would demand. A shard that
-is silent ends a dial sooner."""
 GONE_S = 10.0
 """After this time with nobody listening, a shard is not just restarting: a learner that ends does not wait for it."""
 
@@ -317,7 +312,7 @@ class Dialing:
         stays = self._is_here_to_stay(error, now) or (is_for_good and not self._was_up)  # wrong from the start
         is_objection = stays or isinstance(error, ALWAYS) or type(error) is DilocoError
         # A shard that ends a lease is reachable: join again without the waits for a silent one.
-        if (isinstance(error, JOIN_AGAIN) and self._had_lease) or now - self._began > STEADY_S:
+        if (isinstance(error, JOIN_AGAIN) and self._had_lease) or now - self._began > SETTLE_S:
             self._attempt, self._silent_s = 0, 0.0
         is_news = self._attempt == 0 or self._silent_s >= SAY_EVERY_S
         if is_news:
@@ -335,5 +330,5 @@ class Dialing:
             self._same, self._same_since = kind, now
         lasted_s = now - self._same_since
         if kind is errors.Revoked:
-            return lasted_s >= REVOKED_S
+            return lasted_s >= LONG_S
         return kind is not None and not self._was_up and lasted_s >= STAYS_S

@@ -17,12 +17,13 @@ import google_crc32c
 import torch
 from torch import Tensor
 
+from diloco_common.codec import CHUNK_ELEMENTS_MAX
 from diloco_common.wire.bounds import FROZEN_BYTES_MAX, FROZEN_MAX
 from diloco_common.wire.messages import FrozenTensor
 from diloco_worker.core.shared_set import SharedSet
 
 FrozenRule: TypeAlias = Literal["same", "any"]
-CHUNK_BYTES = 2**24
+CHUNK_BYTES = 4 * CHUNK_ELEMENTS_MAX
 """A tensor is copied to the CPU and hashed in parts of this size."""
 
 
