@@ -14,7 +14,7 @@ import pytest
 from mistakes import EXAMPLES, answer, assert_told, before_step
 from test_e2e_examples import shard
 
-from processes import Script, until
+from processes import Script, run_module, until
 
 LOOP = (EXAMPLES / "own_loop.py").read_text()
 
@@ -54,3 +54,12 @@ def test_ctrl_c_while_training_leaves_the_run_in_one_line(address: str, tmp_path
         assert script.wait(200) == 130
     (told,) = answer(script.err)
     assert re.fullmatch(r"diloco: interrupted; \S+ has left the run after \d+ steps", told)
+
+
+@pytest.mark.parametrize("program", [["diloco_deploy", "up"], ["diloco_server"], ["diloco_demo"]], ids=lambda p: p[0])
+def test_a_process_ends_with_one_line_and_its_exit_code(program: list[str]) -> None:
+    ended = run_module(*program, "--set=sync.quorm=2", own_interpreter=True)
+    assert ended.returncode == 2
+    (line,) = ended.stderr.splitlines()
+    assert "sync.quorm" in line
+    assert "did you mean sync.quorum" in line

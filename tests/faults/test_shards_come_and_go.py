@@ -1,4 +1,4 @@
-"""Shards that are frozen, and shards that are restarted one after the other, while learners train."""
+"""Shards that are frozen, restarted, killed (`kill_shard.py`) or replaced (`promote_standby.py`) under load."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
+from kill_shard import kill_shard
+from promote_standby import promote_standby
 from steady import CALM_S, FAULT_SECONDS, SteadyCluster
 
 from processes import until, versions
@@ -59,3 +62,36 @@ def test_all_shards_are_restarted_one_after_the_other_under_load(tmp_path: Path)
         print(f"rolling restart: longest gap between two steps {max(gaps):.3f} s")
         # Not yet: that nobody logs a traceback. A push that arrives while the shard ends may find its threads gone.
         assert "versions lost" not in cluster.said()
+
+
+SEED = 1
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kills", [5, pytest.param(25, marks=pytest.mark.gate)])
+def test_nothing_is_lost_or_counted_twice_however_often_a_shard_is_killed(kills: int, tmp_path: Path) -> None:
+    """Fault 5: SIGKILL under load; versions bit-equal to what was announced, and nobody stops stepping."""
+    outcome = kill_shard(tmp_path, kills, SEED)
+
+    print(outcome)
+    assert outcome.violations == []
+    assert outcome.kills == kills
+    assert outcome.compared > kills, "files were compared with what learners hold"
+    assert outcome.announced > outcome.kills
+    assert outcome.tokens_merged > 0
+
+
+SEEDS = [1, *(pytest.param(seed, marks=pytest.mark.gate) for seed in range(2, 11))]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("still_lives", [False, True], ids=["its machine is gone", "it lives behind a partition"])
+def test_learners_go_on_with_a_promoted_standby_and_never_back(still_lives: bool, seed: int, tmp_path: Path) -> None:
+    outcome = promote_standby(tmp_path, seed, still_lives=still_lives)
+
+    print(outcome)
+    assert outcome.violations == []
+    assert any("promoted, with versions" in line for line in outcome.told)
+    if still_lives:
+        assert any("tokens that it has merged since are lost" in line for line in outcome.told)

@@ -1,4 +1,4 @@
-"""Which fragments are due: the table decides as looking at every learner one by one does."""
+"""Which fragments are due, how H is chosen for them, and the last rounds of a learner that leaves."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from hypothesis import strategies as st
 
 from builders import asking, make_settings
 from diloco_common.codec import encode_payload
+from diloco_common.settings import EVERY_LEAST, EVERY_MOST, SyncSettings
 from diloco_common.wire.manifest import TensorSpec, cut
-from diloco_common.wire.messages import Progress
+from diloco_common.wire.messages import Collect, Outcome, Progress
 from diloco_server.core.arithmetic import Published, Values
 from diloco_server.core.arrivals import Reports
-from diloco_server.core.due import first_interval, is_due
+from diloco_server.core.due import ASKED, QUIET, Every, Measured, carried, first_interval, following, is_due
 from diloco_server.core.fragment import FragmentState, Phase, Restored
 from diloco_server.core.ledger import RoundOpened
-from diloco_server.core.membership import IDLE_ROUNDS, Member
+from diloco_server.core.membership import IDLE_ROUNDS, LAST_S, LAST_TRIES, Member
 from diloco_server.core.record import Record
 from diloco_server.core.shard import Shard
+from rig import TOKENS, Rig
 
 
 def make_shard(fragments: int, version: int = 5, *, sections: Any = None, **sync: object) -> Shard:
@@ -163,3 +165,183 @@ def test_a_round_asks_those_that_have_most_of_an_interval(
         shard.progress(member, Progress(steps, tokens * 4 * steps, None, 1.0), 5.0)
     shard.tick(5.0)
     assert sorted(state.round.asked) == asked
+
+
+AUTO = SyncSettings(sync_every="auto")
+
+
+@pytest.mark.parametrize(
+    ("measured", "every"),
+    [
+        (Measured(1.0), 1),  # nothing is known, so nothing is in the way
+        (Measured(1.0, push_s=6.0, pull_s=1.0), 12),  # half of the time is enough to push
+        (Measured(1.0, pull_s=9.0), 12),  # three quarters are enough to pull
+        (Measured(1.0, shard_s=5.0, push_s=4.0), 10),
+        (Measured(0.011, round_s=0.5), 91),
+    ],
+)
+def test_the_smallest_h_leaves_room(measured: Measured, every: int) -> None:
+    assert carried(measured) == every
+
+
+@pytest.mark.parametrize(
+    ("every", "carries", "late", "may_fall", "then"),
+    [
+        (24, 24, 0.0, True, 24),
+        (24, 36, 0.0, False, 36),
+        (24, 200, 0.0, False, 48),  # at most twice
+        (24, 2, 0.03, True, 48),  # late, whatever the reason
+        (24, 2, 0.02, True, 18),  # a quarter less, at most
+        (24, 2, 0.0, False, 24),
+        (7, 1, 0.0, True, 6),  # the least
+        (400, 900, 0.5, False, 500),
+    ],
+)
+def test_h_follows_slowly_and_within_bounds(every: int, carries: int, late: float, may_fall: bool, then: int) -> None:
+    assert following(every, carries, late, EVERY_LEAST, EVERY_MOST, may_fall=may_fall) == then
+
+
+def look(every: Every, carries_s: float, late: int = 0, fragments: int = 4) -> str:
+    """One pass over all fragments, and enough contributions."""
+    while not every.is_time(fragments):
+        every.closed(ASKED // fragments - late, late)
+    return every.look(Measured(1.0, push_s=carries_s))
+
+
+def test_h_rises_at_once_and_falls_after_a_while() -> None:
+    every = Every(AUTO)
+    assert look(every, 12.0) == "24 would do"
+    assert [look(every, 3.0) for _ in range(QUIET)] == ["", "6 would do"]
+    assert every.steps == 18
+
+
+def test_h_that_fell_too_far_falls_later_the_next_time() -> None:
+    every, waits = Every(AUTO), []
+    every.steps = 24
+    for _ in range(3):
+        waits.append(next(i for i in range(1, 100) if look(every, 3.0)))
+        assert (every.steps, look(every, 3.0, late=1)) == (18, "6.2% late")
+        every.steps = 24
+    assert waits == [QUIET, 2 * QUIET, 4 * QUIET]
+
+
+class Pair(Rig):
+    def __init__(self, **sync: Any) -> None:
+        sync = {"sync_every": "auto", "quorum": 1, "grace": "adaptive"} | sync
+        super().__init__(sync=sync, lease={"lease_s": 1e6, "heartbeat_s": 1.0})
+        self.join("a", "b")
+        self.seed("a")
+
+    def report(self, learner_id: str, **more: Any) -> None:
+        super().report(learner_id, step_time_s=1.0, **more)
+
+    def rounds(self, count: int, *, b_is_late: bool = False) -> None:
+        for _ in range(count):
+            while self.state.round is None:
+                self.advance(1.0)
+                self.step("a", "b")
+            asked = self.state.round.round
+            self.contribute("a", asked)
+            if b_is_late:
+                self.advance(30.0)
+            self.contribute("b", asked)
+            self.advance()
+
+
+def test_h_rises_where_contributions_come_late_and_falls_where_none_does() -> None:
+    pair = Pair()
+    policy = pair.shard.join_answer().policy
+    pair.rounds(7 * ASKED)
+    assert pair.shard.rounds.patience.every.steps == EVERY_LEAST
+    began = pair.steps["a"]
+    pair.rounds(20)
+    assert pair.steps["a"] - began <= 20 * EVERY_LEAST, "rounds are due by the new H"
+    assert pair.shard.join_answer().policy == policy, "all shards tell learners the same, and each finds its own H"
+    pair.rounds(2 * ASKED, b_is_late=True)
+    assert pair.shard.rounds.patience.every.steps > 10 * EVERY_LEAST
+
+
+NOTHING, FRAGMENT_0 = frozenset[int](), frozenset([0])
+
+
+def leaving(*learner_ids: str, quorum: object = "all", steps: int = 3) -> Rig:
+    """Round 1 is over, some of the four steps are taken that make the next one due, and the last learner leaves."""
+    rig = Rig(sync={"quorum": quorum}).started(*learner_ids)
+    for learner_id in learner_ids:
+        rig.contribute(learner_id, 1)
+    rig.step(*learner_ids, steps=steps)
+    assert rig.state.round is None
+    for learner_id in learner_ids:
+        rig.take_told(learner_id)
+    rig.report(learner_ids[-1], last_rounds=FRAGMENT_0)
+    return rig
+
+
+def test_a_learner_that_leaves_gets_a_round_out_of_turn_and_those_are_asked_that_have_most_of_an_interval() -> None:
+    rig = leaving("a", "b", "c", steps=2)
+    assert rig.state.round.missing == ["c"]
+    rig = leaving("a", "b", "c")
+    assert [rig.told_of(i, Collect) for i in "abc"] == [[Collect(0, 2, 7)]] * 3
+    for learner_id in "abc":
+        assert rig.contribute(learner_id, 2, tokens=3 * TOKENS, steps=3).outcome is Outcome.ACCEPTED
+    assert rig.state.version == 2
+    rig.assert_accounts_balance()
+
+
+@pytest.mark.parametrize("last_rounds", [None, NOTHING, frozenset([7])])
+def test_who_stays_or_has_nothing_there_gets_none(last_rounds: frozenset[int] | None) -> None:
+    rig = Rig().started("a", "b")
+    rig.contribute("a", 1)
+    rig.contribute("b", 1)
+    rig.step("a", "b", steps=2)
+    rig.report("b", last_rounds=last_rounds)
+    assert rig.state.round is None
+
+
+def test_it_gets_one_until_it_trains_on() -> None:
+    rig = leaving("a", "b")
+    for learner_id in "ab":
+        rig.contribute(learner_id, 2, tokens=3 * TOKENS, steps=3)
+    rig.step("a")
+    for _ in range(3):
+        rig.report("b", last_rounds=FRAGMENT_0)
+    assert rig.state.round is None, "b has had its round"
+    rig.join("b")
+    rig.report("b", last_rounds=FRAGMENT_0)
+    assert rig.state.round is None, "nor does it get one by joining again"
+
+
+def test_the_round_waits_for_it_beyond_the_grace_window_and_not_for_ever() -> None:
+    rig = leaving("a", "b", "c", quorum=2)
+    for learner_id in "ab":
+        rig.contribute(learner_id, 2, tokens=3 * TOKENS, steps=3)
+    began = rig.now
+    while rig.now < began + LAST_S - 1.0:
+        rig.now += 1.0
+        for learner_id in "ab":
+            rig.report(learner_id)
+        rig.report("c", last_rounds=FRAGMENT_0)
+        assert rig.state.version == 1, "quorum and grace are there, c is not"
+    rig.now += 1.0
+    rig.advance()
+    assert rig.state.version == 2
+
+
+def test_a_learner_that_leaves_is_asked_for_nothing_that_it_does_not_have() -> None:
+    """It waits for other fragments. So it counts neither for when a round of this one is due, nor in it."""
+    rig = leaving("a", "b")
+    for learner_id in "ab":
+        rig.contribute(learner_id, 2, tokens=3 * TOKENS, steps=3)
+    rig.report("b", last_rounds=NOTHING)
+    rig.step("a", steps=4)
+    assert rig.state.round.missing == ["a"]
+
+
+def test_it_gets_another_one_where_its_work_is_refused_and_not_for_ever() -> None:
+    rig = leaving("a", "b", steps=2)
+    for _ in range(LAST_TRIES):
+        assert rig.state.round is not None
+        assert rig.contribute("b", 2, 1e30, tokens=2 * TOKENS, steps=2).outcome is Outcome.REJECTED
+        rig.now += 1.0
+        rig.report("b", last_rounds=FRAGMENT_0)
+    assert rig.state.round is None

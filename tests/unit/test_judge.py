@@ -1,8 +1,9 @@
-"""The judge: it is silent on good histories, and each check finds what it is for, however it is planted."""
+"""The judge: it is silent on good histories, each check finds what it is for, and torn histories are read."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,8 @@ from recorded import (
     sent,
 )
 
+from diloco_common.observe.history import HistoryFile
+from diloco_simulator.verify.histories import read_history
 from diloco_simulator.verify.judge import violations
 
 Plant = Callable[[Lines], None]
@@ -236,3 +239,30 @@ def test_nothing_is_promised_to_a_learner_under_whose_id_somebody_lies(
     lines = clean()
     change(lines)
     assert ("double_counted" in checks(lines, claimants=claimants)) == is_owed
+
+
+def ticking():
+    times = iter(range(100))
+    return lambda: float(next(times))
+
+
+def test_processes_of_one_name_follow_each_other(tmp_path: Path) -> None:
+    first = HistoryFile(tmp_path / "history", "ann", ticking())
+    first.write("born", role="learner")
+    first.write("stepped", step=1)
+    HistoryFile(tmp_path / "history", "ann", ticking()).write("born", role="learner")
+
+    lines = read_history(tmp_path / "history" / "ann.jsonl")
+    assert [line["what"] for line in lines] == ["born", "stepped", "born"]
+    assert lines[1] == {"t": 1.0, "what": "stepped", "step": 1}
+
+
+def test_a_torn_line_costs_nothing_but_itself(tmp_path: Path) -> None:
+    HistoryFile(tmp_path, "ann", ticking()).write("stepped", step=1)
+    path = tmp_path / "ann.jsonl"
+    with path.open("ab") as file:
+        file.write(b'{"t":1.0,"what":"stepp')
+
+    HistoryFile(tmp_path, "ann", ticking()).write("born")
+
+    assert [line["what"] for line in read_history(path)] == ["stepped", "born"]

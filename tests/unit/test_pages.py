@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 import shlex
 import sys
 from pathlib import Path
@@ -244,3 +245,14 @@ def test_rates_follow_from_the_formula_and_payloads_are_so_long(name: str, cells
     values = torch.randn(3_000_001, generator=torch.Generator().manual_seed(0))
     payload = encode_payload(values, name)
     assert sum(len(chunk) for chunk in payload.chunks) == num_payload_bytes(name, values.numel())
+
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples/one_round.py"
+
+
+def test_both_learners_are_in_the_version(capsys) -> None:
+    assert len(EXAMPLE.read_text().splitlines()) <= 160
+    runpy.run_path(str(EXAMPLE))["main"]()
+    said = capsys.readouterr().out
+    assert "participants=2" in said
+    assert all(f"{name}    pulls version 1" in said for name in ("paris", "tokyo"))
