@@ -11,7 +11,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from in_process import settings_with
 from prometheus_client import CollectorRegistry
 
-from diloco_common import program as cli
+from diloco_common import command as cli
 from diloco_common.observe.http import HttpServer
 from diloco_deploy.health import main
 
