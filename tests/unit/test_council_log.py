@@ -6,17 +6,20 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from diloco_common.errors import IslandBroken, Superseded
 from diloco_common.wire.messages import Collect, FragmentStatus, LearnerPolicy, Outcome, Pulse, PushAnswer
 from diloco_worker.core import council_log as council_log
 from diloco_worker.core.council_log import LEADER_BYTES, CouncilLog, Turn, read_word, write_word
 from diloco_worker.core.events import Announced, Answered, Arrived, Asked, Event, Failed, Fetch, Gone, Joined, Stopped
+from diloco_worker.shell.island import IslandGroup
 
 POLICY = LearnerPolicy(5, "int8", "bfloat16")
 
@@ -292,3 +295,18 @@ def test_whatever_ranks_hear_and_when_they_do_the_same(seed: int, size: int) -> 
         mine = [(e.epoch, e.version) for e in applied if e.fragment_id == fragment_id]
         assert mine == sorted(set(mine)), "an older version, or the same again"
         assert mine[-1] == (epoch, number)
+
+
+@pytest.mark.parametrize(
+    ("text", "same"), [("Größe", "Größe"), ("é" * 200, "é" * 128), ("a" + "é" * 200, "a" + "é" * 127)]
+)
+def test_ranks_hear_the_beginning_of_any_text(text: str, same: str) -> None:
+    def allgather(everyone: list[list[Tensor]], mine: list[Tensor]) -> Mock:
+        for one in everyone[0]:
+            one.copy_(mine[0])
+        return Mock()
+
+    group = object.__new__(IslandGroup)
+    group.size, group._group = 2, Mock(allgather=allgather)
+    assert group.agree(text) == same
+    assert group.all_of(text) == [same, same]

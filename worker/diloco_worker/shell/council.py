@@ -23,9 +23,6 @@ from diloco_worker.core.events import Arrived, Event, EventQueue, Failed
 from diloco_worker.core.fragment import PendingContribution
 from diloco_worker.core.learner import LearnerCore
 
-WORDS_MAX = 150
-"""Characters of text that the leader sends to the other ranks."""
-
 
 class Inbox:
     """An event queue with one reader, the training thread, and one writer, the network thread."""
@@ -215,7 +212,7 @@ class IslandCouncil(Council):
         return self._log.is_leave_asked
 
     def agree(self, text: str) -> str:
-        return self._agree(text[:WORDS_MAX])
+        return self._agree(text)
 
     async def goodbye(self) -> None:
         """Pushes of all ranks settle before the leader leaves: the end of the lease ends incomplete contributions."""

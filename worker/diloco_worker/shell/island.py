@@ -81,17 +81,17 @@ class IslandGroup:
         )
 
     def agree(self, text: str) -> str:
-        """The leader's text, on all ranks. At most 200 bytes."""
+        """The first 256 bytes of the leader's text, on all ranks."""
         return self.all_of(text)[0]
 
     def all_of(self, text: str) -> list[str]:
-        """The texts of all ranks, in order. At most 200 bytes each."""
+        """The first 256 bytes of the text of each rank, in order."""
         mine = torch.zeros(256, dtype=torch.uint8)
-        data = text.encode()
+        data = text.encode()[: len(mine)]
         mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         everyone = [torch.zeros_like(mine) for _ in range(self.size)]
         self._group.allgather([everyone], [mine]).wait()
-        return [bytes(one.tolist()).rstrip(b"\0").decode() for one in everyone]
+        return [bytes(one.tolist()).rstrip(b"\0").decode(errors="ignore") for one in everyone]
 
     def council(self) -> IslandCouncil:
         exchange = GlooExchange(self._group, self.rank, self.size)
