@@ -102,6 +102,7 @@ def test_shards_and_workers_find_each_other_on_ray(run: Run) -> None:
 def test_a_worker_that_dies_is_started_again_on_its_node(run: Run) -> None:
     psutil.Process(run.pid("worker-0")).kill()
     run.until(lambda: run.born("worker-0") == 2, "worker-0 to be back")
+    run.until(lambda: psutil.pid_exists(run.pid("worker-0")), "its address")  # is written once it is up
     run.wait_for_merges_of_all()
     assert run.lives("worker-0") == 1
 
