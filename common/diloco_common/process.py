@@ -6,8 +6,8 @@ with grpcio 1.85 on loopback, 1 MiB messages). An mmap threshold of 1 GiB gains 
 times as large.
 
 `diloco up` starts `python -m diloco_common.process PARENT_PID MODULE ARGUMENTS...`. On Linux the kernel sends SIGTERM
-to this process when the parent dies. For other systems, a thread checks every second whether the parent is alive, and
-kills the process if it does not end within `GRACE_S`.
+to this process when the parent dies; elsewhere a thread, which looks every second, does. That thread kills the process
+if it does not end within `END_S`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ import sys
 import threading
 import time
 
-GRACE_S = 10.0
-"""Seconds for a child to end by itself after its parent has died."""
+from diloco_common.wire.calls import END_S
 
 
 def end_with_parent(parent_pid: int) -> None:
@@ -41,7 +40,7 @@ def _follow(parent_pid: int) -> None:
     while os.getppid() == parent_pid:
         time.sleep(1.0)
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(GRACE_S)
+    time.sleep(END_S)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

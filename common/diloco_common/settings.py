@@ -41,8 +41,8 @@ Extension = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:\w+$")]
 Plugin = Annotated[str, Field(pattern=r"^plugin:\w+$")]
 
 
-FIRST_EVERY, EVERY_LEAST, EVERY_MOST = 12, 6, 500
-"""H with which "auto" begins, and its bounds: the range in which quality was measured, and more."""
+EVERY_LEAST, EVERY_MOST = 6, 500
+"""Bounds of H under "auto": the range in which quality was measured, and more."""
 OVERLAP_STEPS = 2
 """tau: a round should be over within this many inner steps."""
 PATIENCE = 0.1
@@ -82,8 +82,9 @@ class SyncSettings(Section):
 
     @property
     def first_every(self) -> int:
-        """H as given, or the initial H of "auto"."""
-        return FIRST_EVERY if self.sync_every == "auto" else self.sync_every
+        """H as given; "auto" begins with the default."""
+        every = self.sync_every if self.sync_every != "auto" else type(self).model_fields["sync_every"].default
+        return int(every)
 
 
 class OuterSettings(Section):

@@ -21,7 +21,5 @@ ASK_S = 3.0
 """Longest wait for one answer of a process; one that is silent for longer is said to be."""
 START_S = 10.0
 """Longest wait until something of ours serves."""
-SAY_EVERY_S = 5.0
-"""How often a line says how far it is, where nothing is drawn."""
 THREADS_MAX = 16
 """Most threads, or calls, that ask at once."""

@@ -20,7 +20,8 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco_common import units
-from diloco_deploy import EVERY_S, SAY_EVERY_S
+from diloco_common.wire.calls import SAY_EVERY_S
+from diloco_deploy import EVERY_S
 from diloco_deploy.cluster.members import SeenMember
 from diloco_deploy.cluster.model import Cluster
 

@@ -13,10 +13,11 @@ from diloco_common.errors import DilocoError
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import save
 from diloco_common.wire.addresses import write_json
+from diloco_common.wire.calls import END_S, LONG_S
 from diloco_deploy import LOOK_S
 from diloco_deploy.run.folder import ClusterFolder
 from diloco_deploy.run.members import Children, Programs
-from diloco_deploy.run.supervisor import DRAIN_S, Interrupts, Supervisor
+from diloco_deploy.run.supervisor import Interrupts, Supervisor
 
 START_S = 5.0
 """Assumed seconds from the start of a worker to its first step. They count as part of the cost of a kill."""
@@ -133,10 +134,8 @@ class ChaosRun:
     """Seconds from the last fault until every worker and every shard had made progress; None: some did not."""
 
 
-HEAL_S = 60.0
-"""Every process must make progress within this many seconds after the last fault."""
-READY_S = 2 * HEAL_S
-"""The same from the start of the cluster, until every worker trains."""
+READY_S = 2 * LONG_S
+"""Every worker must train within this time from the start of the cluster, and within `LONG_S` of the last fault."""
 
 
 class ChaosCluster:
@@ -166,8 +165,8 @@ class ChaosCluster:
             self._supervise(now)
             self._wait()
         self._heal()
-        self._supervisor.stop(set(self._children.workers), DRAIN_S)
-        self._supervisor.stop(set(self._children.shards), DRAIN_S)
+        self._supervisor.stop(set(self._children.workers), END_S)
+        self._supervisor.stop(set(self._children.shards), END_S)
         write_json(self._files.folder / "run.json", asdict(run))
         return run
 
@@ -206,9 +205,9 @@ class ChaosCluster:
         while (
             run.healed_s is None or time.monotonic() < now + run.healed_s + SETTLE_S
         ):  # all work of the measured time is merged
-            if run.healed_s is None and time.monotonic() > now + HEAL_S:
+            if run.healed_s is None and time.monotonic() > now + LONG_S:
                 late = ", ".join(sorted(marks.keys() - progressed))
-                run.exits.append(f"{late} made no progress within {HEAL_S:.0f} s after the last fault")
+                run.exits.append(f"{late} made no progress within {LONG_S:.0f} s after the last fault")
                 return
             self._supervise(time.monotonic())
             self._wait()

@@ -21,10 +21,9 @@ from itertools import accumulate
 from operator import itemgetter
 
 from diloco_common import units
+from diloco_common.wire.calls import NOTICE_S
 
 YEAR_S = units.seconds("1y")
-LAST_NOTICE_S = 30.0
-"""Time that a learner needs to say goodbye."""
 SHAPE, POWER = 1.5, 2.0
 """Parameters of the distribution of repair times. With scale 1, its mean is `_UNIT_MEAN`."""
 ROUNDING = 1e-9
@@ -51,8 +50,8 @@ class Failures:
     preempt_every_s: float = math.inf
     """Mean time between two preemptions of a whole island."""
     preempt_for_s: float = 1800.0
-    notice_s: float = LAST_NOTICE_S
-    """Warning before a preemption. Below `LAST_NOTICE_S` there is no goodbye: what was not contributed is lost."""
+    notice_s: float = NOTICE_S
+    """Warning before a preemption. Below `NOTICE_S` there is no goodbye: what was not contributed is lost."""
 
 
 PRESETS = {
@@ -168,7 +167,7 @@ def island_timeline(
     if away is None:
         away = preemptions(failures, until, chance)
     drawing = _Drawing(island, failures, until, chance, away)
-    drawing.line.away += [(a.begins_s, a.ends_s, failures.notice_s >= LAST_NOTICE_S) for a in away if a.share == 1.0]
+    drawing.line.away += [(a.begins_s, a.ends_s, failures.notice_s >= NOTICE_S) for a in away if a.share == 1.0]
     return drawing.draw()
 
 

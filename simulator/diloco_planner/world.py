@@ -19,6 +19,7 @@ from typing import NamedTuple
 from diloco_common.codec import num_payload_bytes
 from diloco_common.errors import Refusal
 from diloco_common.settings import LeaseSettings, RunSettings, Settings, ShardSettings
+from diloco_common.wire.calls import NOTICE_S
 from diloco_common.wire.messages import (
     PROTOCOL,
     Collect,
@@ -31,7 +32,7 @@ from diloco_common.wire.messages import (
     PushAnswer,
     PushHeader,
 )  # fmt: skip
-from diloco_planner.chips import LAST_NOTICE_S, uptime
+from diloco_planner.chips import uptime
 from diloco_planner.plans import (
     CONTRIBUTIONS_MAX,
     LearnerPlan,
@@ -265,7 +266,7 @@ class PlannedLearner:
         for begun, ended, says_goodbye in self.line.away:
             if says_goodbye:
                 self.world.at(begun, self._say_goodbye)
-                begun = min(begun + LAST_NOTICE_S, ended)
+                begun = min(begun + NOTICE_S, ended)
             self.world.at(begun, self._go)
             self.world.at(ended, self._come_back)
 

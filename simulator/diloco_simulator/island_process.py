@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from diloco_common.errors import DilocoError
+from diloco_common.wire.calls import AGAIN_S
 from diloco_common.wire.manifest import Fragment
 from diloco_simulator.followed import FollowedRun, Trainer
-from diloco_simulator.learner_process import LOOK_S, SAVES
+from diloco_simulator.learner_process import SAVES
 from diloco_simulator.verify import invariants
 from diloco_simulator.world.stage import AVERAGED, Checkpoint, Counting, Stage
 from diloco_simulator.world.transport import MemoryTransport
@@ -69,7 +70,7 @@ class IslandProcess(Trainer):
             for rank in self.ranks:
                 rank.learner.start()
             while not self._alike("begin", [rank.begins() for rank in self.ranks]):
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(AGAIN_S)
                 await self._all_live()
             self.state = "training"
             while not self._alike("done", [rank.learner.done for rank in self.ranks]):

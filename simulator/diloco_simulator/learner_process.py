@@ -14,6 +14,7 @@ from torch import Tensor
 
 from diloco_common.codec import Payload, decode_payload
 from diloco_common.errors import Busy, DilocoError
+from diloco_common.wire.calls import AGAIN_S
 from diloco_common.wire.messages import PushHeader
 from diloco_simulator.followed import FollowedRun, Trainer
 from diloco_simulator.lies import Spoiler
@@ -29,8 +30,6 @@ from diloco_worker.shell.boundary import Start
 
 TOKENS_MAX = 4
 """Most tokens of a step; the least is one."""
-LOOK_S = 0.2
-"""Seconds between two checks of a joining learner whether it can train."""
 SAVES = 0.5
 """Share of steps that end with a checkpoint."""
 BUSY_LEASES = 2.0
@@ -83,7 +82,7 @@ class LearnerProcess(Trainer, FollowedRun):
         try:
             self.learner.start()
             while not self.begins():  # noqa: ASYNC110 - as `join` asks in production
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(AGAIN_S)
             self.state = "training"
             while not (self.learner.done or self.is_warned):
                 await self._step()
@@ -104,7 +103,7 @@ class LearnerProcess(Trainer, FollowedRun):
             is_over, missing = self.learner.hand_over(self.stage.timeline.now - began, None)
             if is_over:
                 break
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(AGAIN_S)
         self.stage.counts["left with everything merged" if not missing else "left with something"] += 1
 
     async def _step(self) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 from diloco_common.errors import NothingIntact
 from diloco_common.settings import OVERLAP_STEPS
-from diloco_common.wire.calls import LONG_S
+from diloco_common.wire.calls import LONG_S, NOTICE_S
 from diloco_server.core.fragment import FragmentState
-from diloco_server.core.membership import LAST_S, Member
+from diloco_server.core.membership import Member
 from diloco_server.core.patience import OVERDUE, SLACK
 from diloco_server.core.round import Round
 from diloco_server.core.shard import Shard
@@ -223,7 +223,7 @@ class Waits:
         self._grace_s = max(self._grace_s, shard.rounds.patience.grace_s())
         waits_s = self._grace_s
         if collecting.last_of.intersection(collecting.missing):
-            waits_s += LAST_S
+            waits_s += NOTICE_S
         for learner_id in collecting.missing:
             member = shard.membership.get(learner_id)
             if member is not None and member.reports is not None:

@@ -40,8 +40,8 @@ from diloco_common.settings_loader import load
 from diloco_deploy.run.folder import Outputs
 from diloco_deploy.run.members import Programs
 from diloco_deploy.run.up import bring_up
-diloco_deploy.run.up.DRAIN_S = float(sys.argv[1])
-diloco_deploy.run.supervisor.SILENT_S = float(sys.argv[2])
+diloco_deploy.run.up.END_S = float(sys.argv[1])
+diloco_deploy.run.supervisor.LONG_S = float(sys.argv[2])
 settings = load(None, {}, sys.argv[3:]).settings
 programs = Programs("fake_server", "fake_worker")
 sys.exit(run_command(lambda: bring_up(settings, Outputs(), programs), name="diloco"))

@@ -22,7 +22,7 @@ from waiting import DEADLINE_S, until_async
 @pytest.mark.parametrize("way", ["stop", "abandon"])
 def test_a_folder_that_a_hanging_write_may_still_land_in_stays_locked(tmp_path, monkeypatch, way, hangs) -> None:
     """Else another process could take the folder, and the old write would land among its files."""
-    monkeypatch.setattr(server, "WRITES_END_S", 0.1 if hangs else DEADLINE_S)
+    monkeypatch.setattr(server, "LAST_WRITE_S", 0.1 if hangs else DEADLINE_S)
     begun, gate = threading.Event(), threading.Event()
     save = FileStore.save
 
@@ -54,7 +54,7 @@ def test_a_folder_that_a_hanging_write_may_still_land_in_stays_locked(tmp_path, 
 
 def test_a_shard_ends_quietly_while_its_disk_refuses(tmp_path, monkeypatch, caplog) -> None:
     """reliability.md 7: what waits for the disk is not announced, and learners push it again to the next life."""
-    monkeypatch.setattr(keeper, "RETRY_S", 0.02)
+    monkeypatch.setattr(keeper, "LONGEST_S", 0.02)
 
     def refuse(*_: object) -> int:
         raise OSError(28, "No space left on device")

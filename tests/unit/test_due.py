@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from builders import asking, make_settings
 from diloco_common.codec import encode_payload
 from diloco_common.settings import EVERY_LEAST, EVERY_MOST, SyncSettings
+from diloco_common.wire.calls import NOTICE_S
 from diloco_common.wire.manifest import TensorSpec, cut
 from diloco_common.wire.messages import Collect, Outcome, Progress
 from diloco_server.core.arithmetic import Published, Values
@@ -21,7 +22,7 @@ from diloco_server.core.arrivals import Reports
 from diloco_server.core.due import ASKED, QUIET, Every, Measured, carried, first_interval, following, is_due
 from diloco_server.core.fragment import FragmentState, Phase, Restored
 from diloco_server.core.ledger import RoundOpened
-from diloco_server.core.membership import IDLE_ROUNDS, LAST_S, LAST_TRIES, Member
+from diloco_server.core.membership import IDLE_ROUNDS, LAST_TRIES, Member
 from diloco_server.core.record import Record
 from diloco_server.core.shard import Shard
 from rig import TOKENS, Rig
@@ -220,7 +221,7 @@ def test_h_that_fell_too_far_falls_later_the_next_time() -> None:
     every.steps = 24
     for _ in range(3):
         waits.append(next(i for i in range(1, 100) if look(every, 3.0)))
-        assert (every.steps, look(every, 3.0, late=1)) == (18, "6.2% late")
+        assert (every.steps, look(every, 3.0, late=1)) == (18, "8.3% late")
         every.steps = 24
     assert waits == [QUIET, 2 * QUIET, 4 * QUIET]
 
@@ -316,7 +317,7 @@ def test_the_round_waits_for_it_beyond_the_grace_window_and_not_for_ever() -> No
     for learner_id in "ab":
         rig.contribute(learner_id, 2, tokens=3 * TOKENS, steps=3)
     began = rig.now
-    while rig.now < began + LAST_S - 1.0:
+    while rig.now < began + NOTICE_S - 1.0:
         rig.now += 1.0
         for learner_id in "ab":
             rig.report(learner_id)

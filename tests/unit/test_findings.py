@@ -99,8 +99,8 @@ RECORDED = {
         shards={"disk_free_bytes": 5_000_000, "fragments": [{"id": 0, "version": 3, "elements": 1_000_000}]},
     ),
     "a proxy refuses pushes": Recorded(
-        "PUSHES_FAIL", "ann", ("to shard-0, shard-1 have failed for 0:09 (status: 413)", "client_max_body_size"),
-        learners=(learner("ann", pushes_fail_s=9.0, pushes_fail_why="status: 413"),),
+        "PUSHES_FAIL", "ann", ("to shard-0, shard-1 have failed for 0:19 (status: 413)", "client_max_body_size"),
+        learners=(learner("ann", pushes_fail_s=19.0, pushes_fail_why="status: 413"),),
     ),
     "a shard refuses a learner": Recorded(
         "WRONG_IDENTITY", "ann", ("ps-0:1: not you",),

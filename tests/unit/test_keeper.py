@@ -51,7 +51,7 @@ class SlowStore:
 
 @pytest.fixture(autouse=True)
 def retries_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "RETRY_S", 0.005)
+    monkeypatch.setattr(module, "LONGEST_S", 0.005)
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from prometheus_client import CollectorRegistry
 from diloco_common.observe.logs import (
     EVENTS_MAX,
     WARNINGS_MAX,
-    WINDOW_S,
     Kind,
     Log,
     Over,
@@ -25,6 +24,7 @@ from diloco_common.observe.logs import (
 )
 from diloco_common.observe.metrics.shard import ShardMetrics
 from diloco_common.observe.metrics.worker import WorkerMetrics
+from diloco_common.wire.calls import SAY_EVERY_S
 
 ANSI = "\x1b[31mred\x1b[0m"
 
@@ -110,10 +110,10 @@ def test_the_first_lines_of_a_kind_are_written_and_the_others_counted(kind: Kind
     repeats = Repeats()
     written = [repeats.heard(kind, 0.001 * i)[0] for i in range(most + 500)]
     assert written == [True] * most + [False] * 500
-    says, over = repeats.heard(kind, WINDOW_S)
+    says, over = repeats.heard(kind, SAY_EVERY_S)
     assert says
-    assert over == [Over(kind, 500, WINDOW_S)]
-    assert repeats.heard(kind, WINDOW_S + 1) == (True, []), "that is said once"
+    assert over == [Over(kind, 500, SAY_EVERY_S)]
+    assert repeats.heard(kind, SAY_EVERY_S + 1) == (True, []), "that is said once"
 
 
 def test_the_log_says_how_many_lines_it_left_out() -> None:

@@ -146,8 +146,7 @@ async def counted(reports: int, taken: list[int]) -> AsyncIterator[Progress]:
 
 
 async def test_a_flood_of_reports_is_not_read(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "REPORTS", 3)
-    monkeypatch.setattr(module, "REPORTS_PER_S", 0.001)
+    monkeypatch.setattr(module, "Turns", lambda per_s, _: waits.Turns(per_s / 1e5, 3))
     taken: list[int] = []
     async with aclosing(rig.service.attend(await rig.seeded(), counted(1000, taken))) as directives:
         await anext(directives)

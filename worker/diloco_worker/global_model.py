@@ -32,7 +32,8 @@ from diloco_common.errors import (
 from diloco_common.ports import Transport, Unavailable
 from diloco_common.trust.credentials import Credentials
 from diloco_common.trust.identity import Identity
-from diloco_common.wire.calls import AGAIN_S, LONG_S, call_s, read_version
+from diloco_common.wire.calls import AGAIN_S, LONG_S, call_s
+from diloco_common.wire.follower import read_version
 from diloco_common.wire.grpc_transport import GrpcTransport
 from diloco_common.wire.manifest import Fragment, Manifest, Tie, cut
 from diloco_common.wire.messages import (

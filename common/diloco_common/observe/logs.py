@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import TextIO, TypeAlias
 
 from diloco_common.errors import WORDS_MAX
+from diloco_common.wire.calls import SAY_EVERY_S
 
-WINDOW_S = 10.0
 EVENTS_MAX = 1000
 """Most lines of one kind in a window; fewer for warnings and errors."""
 WARNINGS_MAX = 20
@@ -69,12 +69,12 @@ class Repeats:
     def all(self) -> Sequence[Over]:
         """What is left to report at the end."""
         windows, self._windows = self._windows, {}
-        return [Over(kind, window.counted, WINDOW_S) for kind, window in windows.items() if window.counted]
+        return [Over(kind, window.counted, SAY_EVERY_S) for kind, window in windows.items() if window.counted]
 
     def _ended(self, now: float) -> Sequence[Over]:
         over = []
         for kind, window in list(self._windows.items()):
-            if 0 <= now - window.began < WINDOW_S:  # False if the wall clock was set back
+            if 0 <= now - window.began < SAY_EVERY_S:  # False if the wall clock was set back
                 break
             del self._windows[kind]
             if window.counted:

@@ -223,8 +223,8 @@ messages, enums, the bytes of a chunk, or the text of a refusal, which is cut (`
 
 PART_FIELDS_MAX = 16
 """Fields of a message of Push or Pull that is not one of our frames."""
-HEADER_BYTES_MAX = 160 << 10
-"""Bytes of the headers of Push and Pull; with RANGES_MAX ranges they have 147 KB."""
+HEADER_BYTES_MAX = 20 * RANGES_MAX
+"""Bytes of the headers of Push and Pull; one with all its ranges has 18 for each."""
 MESSAGE_BYTES_MAX: Mapping[str, int] = {
     "JoinRequest": 4 << 20,
     "Progress": 32 << 10,

@@ -1,13 +1,6 @@
-"""Calls to a shard: their time limits, waits between retries, and reading the answer to a Pull."""
+"""How long anything takes or waits: calls to a shard and between retries, looks, reports and goodbyes."""
 
 from __future__ import annotations
-
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
-
-from diloco_common.codec import Chunk, Payload, PayloadReceiver
-from diloco_common.errors import BadRequest
-from diloco_common.wire.messages import SLOWEST_BYTES_PER_S, PullHeader, PullRequest
 
 SILENCE_HEARTBEATS = 2.5
 """A shard silent for this many heartbeats is frozen or cut off: dial again."""
@@ -19,12 +12,21 @@ LONG_S = 60.0
 """What has lasted for so many seconds is no hiccup: it is said, or nobody waits for it any longer."""
 SETTLE_S = 5.0
 """Seconds for pushes in flight to be answered when a learner ends."""
+NOTICE_S = 30.0
+"""Seconds of warning that a reclaimed machine gets, and a container that is stopped: all goodbyes fit in."""
+END_S = NOTICE_S + SETTLE_S
+"""Seconds for a process to end after SIGTERM, before it is killed."""
+DIAL_S = 2.0
+"""Seconds to wait for the other side of a handshake; also the first pause between two searches for a cause."""
+REPORT_EVERY_S = 0.02
+"""Seconds between two reports of a learner; those of faster inner steps are combined."""
+SLOWEST_BYTES_PER_S = 50_000
+"""Slower transfers are ended and retried. 0.4 Mbit/s."""
 HURRY_S = SETTLE_S / 10
 """Like `SETTLE_S`, for whoever is in a hurry: after Ctrl-C, for example."""
 
-FIRST_S = 0.2
-GROWTH = 1.3
-LONGEST_S = 2.0
+FIRST_S, GROWTH, LONGEST_S = 0.2, 1.3, 2.0
+"""Seconds before the first retry, how many times as long before each further one, and at most (`backoff_s`)."""
 AGAIN_S = FIRST_S
 """Seconds before a call that was answered BUSY is repeated, and between two looks of who waits for nothing else."""
 
@@ -44,39 +46,3 @@ def backoff_s(attempt: int, jitter: float) -> float:
     """
     longest = min(LONGEST_S, FIRST_S * GROWTH ** min(attempt, 32))
     return longest * (0.5 + 0.5 * jitter)
-
-
-async def read_version(
-    answer: AsyncGenerator[PullHeader | Chunk, None], request: PullRequest, num_elements: int,
-    heard: Callable[[], None] = lambda: None,
-) -> tuple[PullHeader, Payload | None]:  # fmt: skip
-    """Read the answer to a Pull, and close it; no payload if the caller already has that version.
-
-    `heard` is called for the header and for each chunk. Raises Unavailable, or a Refusal of the call or of the answer.
-    """
-    async with aclosing(answer) as parts:
-        header = await anext(parts, None)
-        if not isinstance(header, PullHeader):
-            raise BadRequest("the shard answered Pull without a header")
-        if header.fragment_id != request.fragment_id:
-            raise BadRequest(f"the shard answered with fragment {header.fragment_id}, not {request.fragment_id}")
-        heard()
-        if header.payload is None:
-            return header, None
-        if header.payload.num_elements != num_elements:
-            raise BadRequest(
-                f"fragment {header.fragment_id} has {header.payload.num_elements} elements, not {num_elements}"
-            )
-        have = request.have[1] if request.have is not None else None
-        if header.base_version is not None and header.base_version != have:
-            raise BadRequest(
-                f"fragment {header.fragment_id} came as a change since version {header.base_version}, "
-                "which is not what was asked for"
-            )
-        receiver = PayloadReceiver(header.payload)
-        async for part in parts:
-            if isinstance(part, PullHeader):
-                raise BadRequest("the shard answered Pull with two headers")
-            receiver.add(part)
-            heard()
-        return header, receiver.finish()

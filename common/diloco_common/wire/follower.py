@@ -1,15 +1,18 @@
 """Follows the announcements of a shard or a mirror: starts with the current versions, again whenever the stream breaks.
 
 It never goes back: a shard whose epoch is from before a standby's promotion counts as away. If it has no time for all
-versions, it skips to the newest.
+versions, it skips to the newest. `read_version` reads one, for whoever pulls.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from typing import NamedTuple, Protocol
 
-from diloco_common.errors import DilocoError, VersionGone, refusal_from
+from diloco_common.codec import Chunk, Payload, PayloadReceiver
+from diloco_common.errors import BadRequest, DilocoError, VersionGone, refusal_from
 from diloco_common.observe.logs import Log
 from diloco_common.ports import Transport, World
 from diloco_common.trust.identity import Identity
@@ -23,6 +26,8 @@ from diloco_common.wire.messages import (
     JoinAnswer,
     JoinRequest,
     Newest,
+    PullHeader,
+    PullRequest,
     VersionId,
     check_no_way_back,
 )
@@ -164,3 +169,39 @@ class Follower:
         if held is None or held.epoch != announced.epoch:
             return int(held != announced)
         return max(0, announced.version - held.version)
+
+
+async def read_version(
+    answer: AsyncGenerator[PullHeader | Chunk, None], request: PullRequest, num_elements: int,
+    heard: Callable[[], None] = lambda: None,
+) -> tuple[PullHeader, Payload | None]:  # fmt: skip
+    """Read the answer to a Pull, and close it; no payload if the caller already has that version.
+
+    `heard` is called for the header and for each chunk. Raises Unavailable, or a Refusal of the call or of the answer.
+    """
+    async with aclosing(answer) as parts:
+        header = await anext(parts, None)
+        if not isinstance(header, PullHeader):
+            raise BadRequest("the shard answered Pull without a header")
+        if header.fragment_id != request.fragment_id:
+            raise BadRequest(f"the shard answered with fragment {header.fragment_id}, not {request.fragment_id}")
+        heard()
+        if header.payload is None:
+            return header, None
+        if header.payload.num_elements != num_elements:
+            raise BadRequest(
+                f"fragment {header.fragment_id} has {header.payload.num_elements} elements, not {num_elements}"
+            )
+        have = request.have[1] if request.have is not None else None
+        if header.base_version is not None and header.base_version != have:
+            raise BadRequest(
+                f"fragment {header.fragment_id} came as a change since version {header.base_version}, "
+                "which is not what was asked for"
+            )
+        receiver = PayloadReceiver(header.payload)
+        async for part in parts:
+            if isinstance(part, PullHeader):
+                raise BadRequest("the shard answered Pull with two headers")
+            receiver.add(part)
+            heard()
+        return header, receiver.finish()

@@ -19,8 +19,8 @@ from diloco_common.trust.credentials import Credentials, Whereabouts
 from diloco_common.trust.files import TlsFiles
 from diloco_common.trust.identity import Identity
 from diloco_common.wire import protobuf, rpc
-from diloco_common.wire.calls import LONG_S
-from diloco_common.wire.handshake import DIAL_S, find_cause
+from diloco_common.wire.calls import DIAL_S, LONG_S
+from diloco_common.wire.handshake import find_cause
 from diloco_common.wire.messages import (
     Directive,
     FollowRequest,

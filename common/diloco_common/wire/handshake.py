@@ -27,6 +27,7 @@ from diloco_common.errors import (
 )
 from diloco_common.trust.files import CERTIFICATE, KEY, TlsFiles, shown
 from diloco_common.wire.addresses import parse_address
+from diloco_common.wire.calls import DIAL_S
 
 HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 """The first bytes of an HTTP/2 client, with empty settings. A server answers with its own."""
@@ -34,8 +35,6 @@ SETTINGS = b"\4"
 """Type of a server's first frame, at offset 3."""
 EXPIRED, NOT_YET_VALID, HOST_DIFFERS, IP_DIFFERS = 10, 9, 62, 64
 """X509_V_ERR_... of OpenSSL."""
-DIAL_S = 2.0
-"""Seconds to wait for the other side; also the first pause between two searches for a cause."""
 
 
 def find_cause(address: str, files: TlsFiles | None) -> HandshakeFailed | None:

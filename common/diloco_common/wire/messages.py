@@ -43,8 +43,6 @@ def check_ranges(what: str, ranges: Sequence[Range]) -> None:
 PROTOCOL = 3
 """3: every learner carries, with error feedback. 2: a checksum per chunk, parts and ranges, chunks of up to 4 MiB.
 Others are refused (PROTOCOL_MISMATCH)."""
-SLOWEST_BYTES_PER_S = 50_000
-"""Slower transfers are ended and retried. 0.4 Mbit/s."""
 TRANSFERS_AT_ONCE = 4
 """Most pushes, and most pulls, of one learner at one shard. More on a thin link become too slow to finish."""
 

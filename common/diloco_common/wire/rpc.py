@@ -19,9 +19,9 @@ from diloco_common.errors import refusal_from
 from diloco_common.trust.files import TlsFiles
 from diloco_common.trust.identity import Identity, check_learner_id
 from diloco_common.wire.addresses import is_loopback, parse_address
-from diloco_common.wire.bounds import NAME_MAX, PARTS_MAX
+from diloco_common.wire.bounds import MESSAGE_BYTES_MAX, NAME_MAX, PARTS_MAX
 
-MAX_MESSAGE_BYTES = 8 << 20
+MAX_MESSAGE_BYTES = max(MESSAGE_BYTES_MAX.values())
 """More than the largest chunk (`payload.CHUNK_BYTES_MAX`) and the largest model description (65,536 tensors)."""
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
 CODE_KEY = "diloco-code"

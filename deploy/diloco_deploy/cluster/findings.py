@@ -13,14 +13,11 @@ from math import inf
 
 from diloco_common import formulas, units
 from diloco_common.errors import Draining, Expired, Revoked, Unavailable, VersionUndone, some
+from diloco_common.wire.calls import LONG_S, SAY_EVERY_S
 from diloco_deploy import ASK_S
 from diloco_deploy.cluster.members import SeenLearner, SeenMember, Status
 from diloco_deploy.cluster.model import Cluster
 
-FAILING_S = 5.0
-"""Pushes must fail for this long to be reported: brief failures are retried."""
-READER_S = 30.0
-"""A mirror or standby must be away for this long to be reported: before that it is reconnecting."""
 SHORT = 0.5
 """Learners that keep less than this share of their length are reported."""
 ENDS_SOON_S = 14 * 86_400.0
@@ -96,7 +93,7 @@ def _of_shard(cluster: Cluster, shard: SeenMember, now: float, silent_after_s: f
 def _readers(shard: SeenMember) -> Iterator[Finding]:
     for away in shard.get("readers_away", ()):
         since_s, role = float(away.get("for_s") or 0.0), away.get("role")
-        if since_s < READER_S:
+        if since_s < LONG_S:
             continue
         costs = (
             "learners of its site pull from the shard"
@@ -307,7 +304,7 @@ def _of_standing(name: str, learner: SeenLearner) -> Iterator[Finding]:
     if kept < SHORT:
         words = f"{name} is shortened: of the length of its contributions {kept:.0%} count, as they are far longer"
         yield Finding("SHORTENED", name, words, "lower its learning rate, or compare its batches with the others'")
-    if failing := [one for one in learner.told if float(one.get("pushes_fail_s") or 0.0) >= FAILING_S]:
+    if failing := [one for one in learner.told if float(one.get("pushes_fail_s") or 0.0) >= SAY_EVERY_S]:
         where, since_s = ", ".join(one["shard"] for one in failing), max(float(one["pushes_fail_s"]) for one in failing)
         why = failing[0].get("pushes_fail_why")
         words = f"{name}: pushes to {where} have failed{_for(since_s)} ({why}): its work is not merged there"

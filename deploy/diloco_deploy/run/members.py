@@ -17,6 +17,7 @@ from pathlib import Path
 from diloco_common.errors import CannotConnect, ConfigError
 from diloco_common.settings import Settings
 from diloco_common.wire.addresses import Endpoints, Role, dialable, write_json
+from diloco_common.wire.calls import END_S
 from diloco_demo.cli import declared_digest
 from diloco_deploy import ASK_S, LOOK_S
 from diloco_deploy.cluster.findings import findings
@@ -24,7 +25,7 @@ from diloco_deploy.cluster.members import KEPT_S, SAME_S, Status
 from diloco_deploy.cluster.model import Cluster, Pace
 from diloco_deploy.cluster.roll_call import ClusterRecord, MemberRecord, read_record
 from diloco_deploy.run.folder import ClusterFolder
-from diloco_deploy.run.supervisor import DRAIN_S, ChildSpec
+from diloco_deploy.run.supervisor import ChildSpec
 from diloco_deploy.terminal import Snapshot
 from diloco_deploy.trust.tending import OBSERVER, OwnCertificates
 from diloco_deploy.web.drawn import POINTS_MAX
@@ -300,7 +301,7 @@ def scale_to(folder: Path, workers: int) -> int:
     if not before.training:
         raise _not_training(folder)
     write_json(wish_file(folder), {"workers": workers})
-    deadline = time.monotonic() + DRAIN_S
+    deadline = time.monotonic() + END_S
     while (now := read_record(folder)) is None or now.workers != workers:
         if now is None or not now.training:
             wish_file(folder).unlink(missing_ok=True)

@@ -19,8 +19,9 @@ from diloco_common.settings import Settings
 from diloco_common.settings_loader import save
 from diloco_common.trust.identity import subject_of
 from diloco_common.wire.addresses import Role
+from diloco_common.wire.calls import END_S, SAY_EVERY_S
 from diloco_demo.cli import declared_digest
-from diloco_deploy import EVERY_S, LOOK_S, SAY_EVERY_S
+from diloco_deploy import EVERY_S, LOOK_S
 from diloco_deploy.cluster.asking import Asker, fetch_all
 from diloco_deploy.cluster.members import SeenMember
 from diloco_deploy.cluster.model import Cluster
@@ -28,7 +29,7 @@ from diloco_deploy.cluster.roll_call import ClusterRecord, MemberRecord, address
 from diloco_deploy.run.folder import ClusterFolder, Outputs, anchored
 from diloco_deploy.run.placement import settle
 from diloco_deploy.run.ray_member import Look, OnRay, Plan, shard_files
-from diloco_deploy.run.supervisor import DRAIN_S, Action, Interrupts
+from diloco_deploy.run.supervisor import Action, Interrupts
 from diloco_deploy.run.up import check_cluster
 from diloco_deploy.trust.authority import make_authority, open_authority
 from diloco_deploy.trust.tending import OBSERVER, OwnCertificates
@@ -270,9 +271,9 @@ class _RayRun:
 
     def _stop(self, role: str) -> None:
         """Ask all members of a kind to end. `close` removes those that do not."""
-        asked = [actor.stop.remote(DRAIN_S) for name, actor in self._actors.items() if name.startswith(role)]
+        asked = [actor.stop.remote(END_S) for name, actor in self._actors.items() if name.startswith(role)]
         if asked:
-            self._ray.wait(asked, num_returns=len(asked), timeout=DRAIN_S + 5)
+            self._ray.wait(asked, num_returns=len(asked), timeout=END_S + 5)
 
 
 class _Actor(OnRay):

@@ -23,12 +23,11 @@ from typing import Any, Literal, Self
 
 from diloco_common.errors import EXIT_REFUSED, EXIT_UNEXPECTED
 from diloco_common.wire.addresses import Endpoints, read_address
-from diloco_deploy import LOOK_S
+from diloco_common.wire.calls import LONG_S
+from diloco_deploy import ASK_S, LOOK_S
 
 DEATHS_MAX = 5
 """After more deaths in a row, a child is not started again."""
-DRAIN_S = 35.0
-"""Time for a child to end after SIGTERM, before it is killed. A worker leaves first."""
 
 Kind = Literal["shard", "worker", "job"]
 
@@ -165,7 +164,7 @@ class Supervisor:
             self.endpoints(name)  # it may have come up and died since the last look
             code = _reap(child.process)
             child.process = None
-            child.deaths = 1 if now - child.started_at > SILENT_S else child.deaths + 1
+            child.deaths = 1 if now - child.started_at > LONG_S else child.deaths + 1
             kills_before, self._memory_kills = self._memory_kills, memory_kills()
             verdict = verdict_on_exit(
                 child.spec.kind, code, was_up=child.was_up, deaths=child.deaths,
@@ -303,9 +302,7 @@ class Interrupts:
         self._wake.clear()
 
 
-SILENT_S = 60.0
-"""A process that has not answered for this long hangs."""
-LOOKS_WITHIN_S = 5.0
+LOOKS_WITHIN_S = 2 * ASK_S
 """A longer pause between looks does not count."""
 
 
@@ -336,7 +333,7 @@ class Hanging:
         for name, at in self._heard_at.items():
             if name in self._hung:
                 found[name] = "its training thread makes no progress (worker.hung_s)"
-            elif now - at > SILENT_S:
+            elif now - at > LONG_S:
                 found[name] = f"it has not answered for {now - at:.0f} s"
         for name in found:
             del self._heard_at[name]

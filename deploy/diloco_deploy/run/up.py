@@ -21,13 +21,14 @@ from diloco_common.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, DataErr
 from diloco_common.settings import Settings
 from diloco_common.settings_loader import save
 from diloco_common.wire.addresses import dialable, write_json
+from diloco_common.wire.calls import END_S
 from diloco_deploy import ASK_S, EVERY_S, LOOK_S
 from diloco_deploy.cluster.asking import Asker, Poller, fetch_all
 from diloco_deploy.report import Report, make_report, summary
 from diloco_deploy.run.folder import ClusterFolder, Outputs, anchored, shown
 from diloco_deploy.run.members import EVALUATE, Children, Members, Programs, names, take_wish
 from diloco_deploy.run.placement import settle
-from diloco_deploy.run.supervisor import DRAIN_S, Action, Exit, Hanging, Interrupts, Supervisor
+from diloco_deploy.run.supervisor import Action, Exit, Hanging, Interrupts, Supervisor
 from diloco_deploy.terminal import display_for
 from diloco_deploy.trust.tending import OBSERVER, own_certificates
 from diloco_deploy.web.command import PageThread
@@ -205,7 +206,7 @@ class LocalRun:
     def _stop(self, names: Sequence[str]) -> None:
         """Let children end by themselves; kill them on a second interrupt."""
         started = set(names) & self._supervisor.names()
-        for name in self._supervisor.stop(started, DRAIN_S, hurry=lambda: self._interrupts.count >= 2):
+        for name in self._supervisor.stop(started, END_S, hurry=lambda: self._interrupts.count >= 2):
             self._display.tell(f"{name} did not end by itself and was killed")
 
     def _interrupted(self) -> int:
@@ -292,7 +293,7 @@ class LocalRun:
         self._children.scale(wanted)
         self._workers = self._children.workers
         for name in sorted(before - after):
-            self._leaving[name] = time.monotonic() + DRAIN_S
+            self._leaving[name] = time.monotonic() + END_S
             if name in self._supervisor.waiting() | self._ended | self._lost:
                 self._has_left(name)
             else:

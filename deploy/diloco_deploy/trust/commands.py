@@ -192,9 +192,6 @@ def share(file: Annotated[Path, Parameter(metavar="FILE", help="written, unless 
     return 0
 
 
-BEARER_TOKEN_BYTES = 32
-
-
 def make_bearer_token(path: Path) -> bool:
     """Write a random bearer token to `path` (mode 0600), unless the file exists. Returns whether it did.
 
@@ -206,7 +203,7 @@ def make_bearer_token(path: Path) -> bool:
         if path.exists():  # check first: the folder may be read-only
             return False
         with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(secrets.token_urlsafe(BEARER_TOKEN_BYTES) + "\n")
+            file.write(secrets.token_urlsafe() + "\n")
         try:
             os.link(partial, path)
         except FileExistsError:

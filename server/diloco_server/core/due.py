@@ -49,8 +49,8 @@ ROOM, PULL_ROOM = 0.5, 0.75
 """The share of H steps that one part of the way may take."""
 LATE = 0.02
 """The share of requested contributions that may be late."""
-ASKED = 64
-"""Requested contributions needed to measure that share."""
+ASKED = round(1 / LATE)
+"""Requested contributions needed to measure that share: one late one is the share itself."""
 STEP = 0.25
 """H changes by at least this share, and falls by at most this share."""
 QUIET, QUIET_MOST = 2, 64

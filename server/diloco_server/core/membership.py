@@ -26,8 +26,6 @@ IDLE_ROUNDS = 16
 """A learner is idle, and no longer decides when rounds open, after this many rounds in a row that closed without it."""
 REPLACED_MAX = 16
 """Most replaced processes remembered per learner id."""
-LAST_S = 30.0
-"""How long a round waits for a leaving learner. Reclaimed machines get no more warning."""
 LAST_TRIES = 3
 """Most rounds that a leaving learner gets for its work, if that is lost on the way."""
 SLOW_S = 1.0

@@ -60,7 +60,7 @@ from diloco_server.core.round import Contribution
 DOT_SLICE = SLICE_ELEMENTS // 8
 """Elements of each contribution decoded at a time for dot products."""
 FLOAT32_TINY = torch.finfo(torch.float32).tiny
-NEGLIGIBLE = 2.0**-64
+NEGLIGIBLE = FLOAT32_TINY**0.5
 """A contribution shorter than this share of the radius has no direction: scaling it up would leave float32."""
 AGREED = 0.5
 """The share by which the mean is shortened if contributions agree in full."""

@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from statistics import median_low
 
 from diloco_common.settings import OVERLAP_STEPS, PATIENCE, SyncSettings
-from diloco_common.wire.calls import LONG_S
+from diloco_common.wire.calls import LONG_S, NOTICE_S
 from diloco_server.core.arrivals import Reports
 from diloco_server.core.due import DueFragments, Every, Measured
 from diloco_server.core.fragment import FragmentState
 from diloco_server.core.influence import Influence
-from diloco_server.core.membership import LAST_S, Member, Membership
+from diloco_server.core.membership import Member, Membership
 from diloco_server.core.round import Quorum, Round
 from diloco_server.core.versions import Versions
 
@@ -112,7 +112,7 @@ class RoundPatience:
             return math.inf
         latest = collecting.quorum_at + grace_s
         if not collecting.last_of.isdisjoint(collecting.awaited):
-            return max(latest, collecting.opened_at + LAST_S)
+            return max(latest, collecting.opened_at + NOTICE_S)
         if self._sync.grace != "adaptive":
             return latest
         patience_s = grace_s / LONGEST

@@ -19,9 +19,7 @@ from diloco_common.settings import SecuritySettings, Settings
 from diloco_common.trust.files import REVOKED, DenyList, TlsFiles, TlsFolder, proof_of, read_bearer_token, shown
 from diloco_common.trust.identity import Identity, Proof, Scope, Subject
 from diloco_common.wire.addresses import is_loopback, parse_address
-
-LOOK_S = 0.25
-"""How often to check files for changes: a revoked caller is cut off within a second."""
+from diloco_common.wire.calls import AGAIN_S
 
 
 @dataclass(eq=False, slots=True)
@@ -174,7 +172,7 @@ class AccessFiles:
         whether or not a call of theirs is open, and returns their learners.
         """
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(AGAIN_S)
             try:
                 self._look(renewed, revoked)
             except Exception as error:  # or revoking would silently stop working

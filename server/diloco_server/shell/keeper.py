@@ -22,7 +22,7 @@ from diloco_common.observe.logs import Log
 from diloco_common.observe.metrics.shard import ShardMetrics
 from diloco_common.ports import World
 from diloco_common.settings import Settings
-from diloco_common.wire.calls import SAY_EVERY_S
+from diloco_common.wire.calls import LONGEST_S, SAY_EVERY_S
 from diloco_common.wire.manifest import Fragment, Manifest, model_digest
 from diloco_server.core import arithmetic
 from diloco_server.core.arithmetic import Making, Values
@@ -31,8 +31,6 @@ from diloco_server.core.outer import OuterOptimizer
 from diloco_server.storage.folders import RegularCheckpoints
 from diloco_server.storage.store import Found, Store
 from diloco_server.storage.version_file import StoredVersion
-
-RETRY_S = 1.0
 
 T = TypeVar("T")
 
@@ -109,7 +107,7 @@ class Keeper:
         self.not_durable += 1
         try:
             while not await self._write(version, manifest):  # noqa: ASYNC110 - a disk sends no event
-                await asyncio.sleep(RETRY_S)
+                await asyncio.sleep(LONGEST_S)
         finally:
             self.not_durable -= 1
 

@@ -18,11 +18,11 @@ from diloco_common.codec.frames import NewFrame
 from diloco_common.codec.parts import ITEM_BYTES, cut_chunks, cut_header, num_elements
 from diloco_common.errors import BadRequest, NoAverage, Refusal, UnknownEncoding, VersionGone
 from diloco_common.trust.identity import Identity
+from diloco_common.wire.calls import CALL_S, SETTLE_S, SLOWEST_BYTES_PER_S
 from diloco_common.wire.messages import (
     AVERAGE,
     FILE,
     FILE_CHUNK,
-    SLOWEST_BYTES_PER_S,
     TRANSFERS_AT_ONCE,
     Committed,
     Directive,
@@ -46,7 +46,7 @@ UNTRUSTED_PAUSE_S = 5.0
 """Seconds that such a caller may pause, while it keeps a possibly outdated version in memory."""
 OBSERVER_ENCODINGS = ("float32", AVERAGE)
 """Encodings that Pull accepts besides the run's own; they are made for the caller alone."""
-MAY_COME_S = 10.0
+MAY_COME_S = CALL_S - SETTLE_S
 """How long a mirror waits for a requested version that it does not have yet."""
 
 

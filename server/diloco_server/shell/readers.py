@@ -30,8 +30,8 @@ from diloco_common.errors import (
 from diloco_common.observe.logs import Log
 from diloco_common.ports import Transport
 from diloco_common.trust.identity import Identity
-from diloco_common.wire.calls import CALL_S, call_s, read_version
-from diloco_common.wire.follower import Follower
+from diloco_common.wire.calls import AGAIN_S, CALL_S, LONGEST_S, call_s
+from diloco_common.wire.follower import Follower, read_version
 from diloco_common.wire.manifest import cut
 from diloco_common.wire.messages import (
     FILE,
@@ -50,7 +50,6 @@ from diloco_common.wire.messages import (
 from diloco_server.core.arithmetic import Published
 from diloco_server.core.record import empty_record
 from diloco_server.core.shard import MirroredShard
-from diloco_server.shell.access import LOOK_S
 from diloco_server.shell.host import ShardHost
 from diloco_server.storage.standby import StandbyFolder
 from diloco_server.storage.store import check_origin
@@ -128,9 +127,6 @@ def _published(payload: Payload, encoding: str, before: Published | None, near: 
     return named
 
 
-TELL_S = 1.0
-"""How often a promoted shard tries to reach the one it replaces."""
-
 T = TypeVar("T")
 
 
@@ -139,7 +135,7 @@ async def tell_replaced(host: ShardHost, transport: Transport, caller: Identity)
     request = FollowRequest(Role.STANDBY, epoch=host.shard.epoch, tokens_merged=host.shard.tokens_merged)
     while True:
         try:
-            async with asyncio.timeout(TELL_S):
+            async with asyncio.timeout(LONGEST_S):
                 answer = await transport.follow(caller, request).hear()
             if isinstance(answer, Evicted):
                 return host.end_as_replaced(answer.message)
@@ -148,7 +144,7 @@ async def tell_replaced(host: ShardHost, transport: Transport, caller: Identity)
             return told
         except (Refusal, Unavailable, TimeoutError):
             pass
-        await asyncio.sleep(TELL_S)
+        await asyncio.sleep(LONGEST_S)
 
 
 class Standby:
@@ -168,7 +164,7 @@ class Standby:
         following = asyncio.create_task(self.follower.run(self), name="following")
         try:
             while not await self._do(self._folder.look):  # noqa: ASYNC110 - a folder sends no event
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(AGAIN_S)
         finally:
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)

@@ -50,10 +50,8 @@ from diloco_server.storage.standby import StandbyFolder
 from diloco_server.storage.store import open_store
 from diloco_server.storage.version_file import Origin
 
-WRITES_END_S = 2.0
-"""Seconds for writes to finish after `SETTLE_S`, before the data folder is left locked."""
 LAST_WRITE_S = 10.0
-"""Seconds that the process then waits for such a write. In all this is less than the 30 s of a container."""
+"""Seconds for writes to finish after `SETTLE_S`, before the data folder is left locked: in all less than `NOTICE_S`."""
 
 
 def real_world() -> World:
@@ -238,7 +236,7 @@ class ShardServer:
         """
         if self._lock is None:
             return
-        if await self.host.work.writes_ended(WRITES_END_S):
+        if await self.host.work.writes_ended(LAST_WRITE_S):
             self._lock.release()
         else:
             self.hangs = True
@@ -289,7 +287,6 @@ async def serve(settings: Settings, address_file: Path | None) -> None:
         raise DilocoError(f"{why}. The versions announced so far are whole: start the shard again")
     await server.stop()
     if server.hangs:
-        await server.host.work.writes_ended(LAST_WRITE_S)
         _leave()
 
 

@@ -23,6 +23,7 @@ from diloco_common.errors import (
 )
 from diloco_common.trust.identity import Identity
 from diloco_common.wire import bounds
+from diloco_common.wire.calls import REPORT_EVERY_S
 from diloco_common.wire.messages import (
     PROTOCOL,
     TRANSFERS_AT_ONCE,
@@ -48,9 +49,9 @@ from diloco_server.shell.waits import BODY_S, Bodies, Deadlines, OpenPush, Turns
 HOST_LEARNERS = 512
 """Most leases of one host without certificates, or half of `shard.max_learners` if that is more."""
 
-REPORTS, REPORTS_PER_S = 100, 100.0
-"""Reports on one control stream: at once, and per second in the long run; further ones wait, and none is lost. A
-learner sends at most 50 per second (`worker/shell/connection.py: REPORT_EVERY_S`)."""
+REPORTS_PER_S = 2 / REPORT_EVERY_S
+"""Twice as many reports on one control stream as a learner sends, and a second's at once. Further ones wait, and none
+is lost."""
 
 SEEDS_AT_ONCE = 4
 """Most seeds received at once, of different fragments. Learners that start together all send the whole model in
@@ -139,7 +140,7 @@ class Service:
         if neighbours >= most:
             raise Busy(
                 f"{most} learners from {caller.account} hold a lease already "
-                "(half of shard.max_learners); try again later"
+                f"(at most {HOST_LEARNERS}, or half of shard.max_learners if that is more); try again later"
             )
 
     async def attend(self, caller: Identity, reports: AsyncIterator[Progress]) -> AsyncGenerator[Directive, None]:
@@ -176,7 +177,7 @@ class Service:
     async def _read_reports(self, caller: Identity, reports: AsyncIterator[Progress], stream: LearnerStream) -> None:
         """Pass on the learner's reports until its side ends, then end ours. Raises BadRequest."""
         try:
-            turns = Turns(REPORTS_PER_S, REPORTS)
+            turns = Turns(REPORTS_PER_S, round(REPORTS_PER_S))
             async for progress in reports:
                 self._host.progress(caller, progress)
                 await turns.next()  # the transport holds the sender back meanwhile

@@ -88,7 +88,8 @@ HEADER_BYTES_MAX = 64 * 2**20
 """A reader allocates at most this much because a file says so. Larger headers are not written, either."""
 SLICE_BYTES = 2**18
 """Data is checked and written, or read and checked, in slices of this size, which stay in the cache."""
-CHECKSUM_BYTES = 8
+_CHECKSUMS = struct.Struct("<II")
+CHECKSUM_BYTES = _CHECKSUMS.size
 Kind = Literal["F32", "BF16"]
 """Data types, as safetensors names them."""
 _DTYPES: dict[Kind, torch.dtype] = {"F32": torch.float32, "BF16": torch.bfloat16}
@@ -286,7 +287,7 @@ def _read_header(file: OldFile, name: str) -> tuple[Header, int, int]:
     if length > min(HEADER_BYTES_MAX, file.size - 8 - CHECKSUM_BYTES):
         raise VersionDamaged(name, f"its header claims {length} bytes, but the file has {file.size}")
     head = _read(file, name, 0, 8 + length)
-    head_crc32c, data_crc32c = struct.unpack("<II", _read(file, name, file.size - CHECKSUM_BYTES, CHECKSUM_BYTES))
+    head_crc32c, data_crc32c = _CHECKSUMS.unpack(_read(file, name, file.size - CHECKSUM_BYTES, CHECKSUM_BYTES))
     found = google_crc32c.value(head)
     if found != head_crc32c:
         raise VersionDamaged(name, f"the checksum of its header is {found:08x}, not {head_crc32c:08x}")

@@ -28,7 +28,7 @@ TOLERANCE = 0.02
 ROUNDING = 1e-4
 """Allowed error of an element as a share of the largest value: a hostile learner can make values so large that float32
 cannot represent a token beside them."""
-BFLOAT16_ROUNDING = 2.0**-8
+BFLOAT16_ROUNDING = torch.finfo(torch.bfloat16).eps / 2
 """Allowed error of an element of a residual or snapshot as a share of itself: they are kept as bfloat16."""
 NORM_CAP = 2 + TOLERANCE
 """Longest move of a version, in norms of the longest honest contribution: a radius may be twice the median."""

@@ -39,7 +39,7 @@ from diloco_common.wire.manifest import MEAN, VARIANCE, Dtype, Fragment, Piece, 
 from diloco_worker.core import layout, names
 from diloco_worker.core.device import used_here
 
-INTEGER_MAX = 2**24
+INTEGER_MAX = int(2 / torch.finfo(torch.float32).eps)
 """The largest integer up to which float32 holds all integers."""
 
 _DTYPES: dict[torch.dtype, Dtype] = {getattr(torch, name): name for name in get_args(Dtype)}

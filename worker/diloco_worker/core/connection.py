@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from diloco_common import errors
 from diloco_common.errors import BadRequest, ConfigError, DilocoError, Refusal, Superseded, Unavailable
 from diloco_common.trust.identity import Identity
-from diloco_common.wire.calls import LONG_S, SAY_EVERY_S, SETTLE_S, backoff_s
+from diloco_common.wire.calls import DIAL_S, LONG_S, SAY_EVERY_S, SETTLE_S, backoff_s
 from diloco_common.wire.manifest import Manifest
 from diloco_common.wire.messages import LearnerPolicy, Pulse
 from diloco_worker.core.events import Announced, Gone, Joined
@@ -255,7 +255,7 @@ changed. Unknown errors count as such, too."""
 STAYS = (errors.ForeignCertificate, errors.WrongHost, errors.TlsMismatch, errors.NotAShard)
 """Only other settings or files can fix these. An expired certificate is not among them: it may be renewed while the
 learner runs, or a clock corrected."""
-STAYS_S = 3.0
+STAYS_S = 1.5 * DIAL_S
 """Seconds for which such a failure must stay the same: long enough to look for the cause twice."""
 GONE_S = 10.0
 """After this time with nobody listening, a shard is not just restarting: a learner that ends does not wait for it."""

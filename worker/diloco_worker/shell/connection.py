@@ -16,7 +16,7 @@ from diloco_common.codec import offered_names
 from diloco_common.errors import DilocoError, Refusal, Unavailable, refusal_from
 from diloco_common.observe.logs import Log
 from diloco_common.ports import ControlStream
-from diloco_common.wire.calls import CALL_S, HURRY_S, SILENCE_HEARTBEATS
+from diloco_common.wire.calls import CALL_S, HURRY_S, REPORT_EVERY_S, SILENCE_HEARTBEATS
 from diloco_common.wire.manifest import Manifest
 from diloco_common.wire.messages import (
     PROTOCOL,
@@ -43,8 +43,6 @@ from diloco_worker.shell.puller import Puller
 from diloco_worker.shell.pusher import Pusher
 
 GOODBYE_S = 2 * HURRY_S
-REPORT_EVERY_S = 0.02
-"""Reports of faster inner steps are combined."""
 
 
 class Connection:

@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 
 from diloco_common.observe.logs import Log
 from diloco_common.ports import Clock
-from diloco_common.wire.calls import AGAIN_S, LONG_S, LONGEST_S, SAY_EVERY_S, SETTLE_S
+from diloco_common.wire.calls import AGAIN_S, LONG_S, LONGEST_S, NOTICE_S, SAY_EVERY_S, SETTLE_S
 from diloco_worker.core.events import LastRounds
 from diloco_worker.shell.boundary import StepBoundary
 from diloco_worker.shell.codec_thread import ConnectionContext
@@ -25,7 +25,7 @@ from diloco_worker.shell.telemetry import LearnerTelemetry
 
 FINISH_S = LONG_S
 """Seconds to wait for the last versions: at most one pull of each fragment."""
-LEAVE_S = 25.0
+LEAVE_S = NOTICE_S - SETTLE_S
 """Seconds to hand over the work since the last contributions. Clouds warn 30 seconds ahead, or more."""
 LEAVE_LEAST_S = SETTLE_S
 """Least seconds that remain of `LEAVE_S` to leave, if the step after the warning took long."""

@@ -16,7 +16,8 @@ from diloco_common.codec.change import pull_encodings
 from diloco_common.errors import BadChecksum, BadRequest, Busy, DilocoError, Refusal, Unavailable, VersionGone
 from diloco_common.ports import Transport
 from diloco_common.trust.identity import Identity
-from diloco_common.wire.calls import AGAIN_S, CALL_S, backoff_s, call_s, read_version
+from diloco_common.wire.calls import AGAIN_S, CALL_S, backoff_s, call_s
+from diloco_common.wire.follower import read_version
 from diloco_common.wire.messages import Near, PullHeader, PullRequest, Range
 from diloco_worker.core.connection import ConnectionState
 from diloco_worker.core.events import Event
