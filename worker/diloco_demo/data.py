@@ -50,6 +50,7 @@ class Corpus:
 
 
 HELD_OUT = 0.05
+"""Share of the files (`data.source`) that is held out for evaluation."""
 
 
 def load_corpus(source: str, held_out: float = HELD_OUT) -> Corpus:

@@ -112,7 +112,7 @@ def _frame_around(chunk: Chunk) -> bytes | None:
 
 
 def _head(num_bytes: int, checksum: int) -> bytes:
-    return b"\x1d" + CHECKSUM.pack(checksum) + _after_checksum(num_bytes)
+    return bytes([CHECKSUM_TAG]) + CHECKSUM.pack(checksum) + _after_checksum(num_bytes)
 
 
 @lru_cache(maxsize=256)

@@ -61,6 +61,7 @@ TIME_MAX_S = 2.0**32
 AWAY_MAX = 64
 """Shards that a learner reports as away; it omits the rest."""
 ADDRESS_MAX = 260
+"""A name of DNS, which has up to 253 characters, and a port."""
 RULES_MAX = 512
 """Characters of the description of a shard's rules."""
 

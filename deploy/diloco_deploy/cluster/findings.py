@@ -27,6 +27,7 @@ SKEW_S = 10.0
 BYTES_PER_PARAMETER = max(formulas.version_bytes(outer, "int8") for outer in formulas.MOMENTUM_BYTES)
 """Most bytes of one version with its outer optimizer."""
 NO_TOKENS_STEPS = 10
+"""Steps without a token after which a learner is reported."""
 STANDS = frozenset({"STORAGE", "NO_PROGRESS"})
 """Codes that mean that the run makes no versions, or not all."""
 GONE = frozenset({"SHARD_AWAY", "SHARD_UNKNOWN", "WORKER_AWAY", "LEFT_OUT", Revoked.code, Expired.code})

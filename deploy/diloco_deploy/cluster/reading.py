@@ -24,8 +24,8 @@ BODY_BYTES_MAX = 8 << 20
 HEAD_BYTES_MAX = 64 << 10
 NESTS_MAX = 1 << 17
 """Most lists and objects in one body: a few for each learner and fragment."""
-DEPTH_MAX = 8
-NUMBER_MAX = 2**63
+DEPTH_MAX, NUMBER_MAX = 8, 2**63
+"""How deep an answer nests, and its largest number: more than any /status has."""
 
 
 class Unreadable(ValueError):

@@ -51,6 +51,7 @@ CA_KEY = "ca.key"
 _BESIDE_THE_KEY = (CA, ISSUED, REVOKED)
 _ELSE = "give another --out, or remove it if nobody needs it"
 CA_DAYS, CERTIFICATE_DAYS = 3650, 90
+"""An authority outlives its run; a certificate that is lost ends within a quarter of a year."""
 CLOCKS_DIFFER = timedelta(hours=1)
 """A certificate is valid from this long ago, because clocks of other machines may be behind."""
 RENEW_SHARE = 1 / 3

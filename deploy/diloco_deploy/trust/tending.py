@@ -44,6 +44,7 @@ from diloco_deploy.trust.authority import (
 )
 
 RENEW_EVERY_S = 3600.0
+"""How often certificates are looked at. They last for months, and are renewed when a third of that is left."""
 OBSERVER = "observer/up"
 
 

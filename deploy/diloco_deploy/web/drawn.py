@@ -14,6 +14,7 @@ from diloco_deploy import ASK_S, EVERY_S
 from diloco_deploy.cluster.members import KEPT_S, LEARNERS_MAX, SAME_S
 
 POINTS_MAX = 720
+"""Points of a curve, as many as a wide screen shows; more are thinned out."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class Course:
 
 
 ROUNDS_MAX = 3000
+"""Rounds that are remembered; the oldest are dropped."""
 
 
 @dataclass
@@ -129,6 +131,7 @@ class DrawnRounds:
 
 
 EVENTS_MAX = 200
+"""Events that are listed; the page keeps as many (static/state.js)."""
 
 # event of a shard -> (level, words for one learner, words for many)
 _OF_LEARNERS = {

@@ -19,6 +19,7 @@ from diloco_deploy.web.drawn import EVENTS_MAX, Course, DrawnRounds, Events, Poi
 from diloco_deploy.web.headlines import WORDS, headlines
 
 PAGE = 50
+"""Rows of the table, and findings, in one answer."""
 _COUNTERS = ("rounds", "duplicates", "evictions", "versions_lost", "bytes_pushed", "bytes_pulled")
 _AS_SAID = ("ready", "reason", "uptime_s", "memory_bytes", "disk_free_bytes", "bytes_saved")
 """Fields copied from a shard's status."""

@@ -140,7 +140,8 @@ RISES = TWICE * TWICE
 """Limit relative to the round before, in rounds of one or two: two warm-up rounds differ by up to this factor."""
 OPPOSED = 0.75
 """A learner points away if its cosine is below minus this multiple of the others' own. A flipped sign has -1 times it.
-A healthy learner that alone has met some rare words goes down to -0.5 times, as the others pull the model back."""
+A healthy learner that alone has met some rare words goes down to -0.5 times, as the others pull the model back.
+One that repeats itself is compared with the same share."""
 FEW = 16
 """Most members among which one that points away is left out. Among 17, a flip costs 1 %, and rare words look worse."""
 LITTLE = 0.1
@@ -149,7 +150,7 @@ learner that changes this much less repeats itself; one that alone pulls in its 
 ERRORS = 3.0
 """Standard errors beyond which a mean is not chance."""
 TOLD = 24
-"""Contributions in a mean: two H, for a shard with a dozen fragments."""
+"""Contributions in a mean: those of one H for a shard that has all 24 fragments."""
 
 
 @dataclass

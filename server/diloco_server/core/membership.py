@@ -322,7 +322,9 @@ def superseded(learner_id: str) -> Superseded:
 
 
 ALIKE = 3
+"""Equal losses of two learners at equal steps and tokens that are no chance: they train on the same data."""
 REPORTS_MAX = 4096
+"""Most reports, and pairs of learners, that are remembered: some steps of a thousand learners."""
 
 
 class Likeness:

@@ -30,6 +30,7 @@ from diloco_server.core.round import Quorum, Round
 from diloco_server.core.versions import Versions
 
 LONGEST = 2.5
+"""Times its patience that a round waits at most after its quorum: the usual learner may itself come after that."""
 SCATTER = 4.0
 """Mean deviations beyond the mean, as in TCP's retransmission timeout."""
 OVERDUE = 2

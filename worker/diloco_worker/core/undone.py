@@ -35,9 +35,8 @@ ROW = 64
 STEPS = 10
 """Inner steps to watch after a version, unless the next one comes earlier. Lookahead writes its slow weights every 5, 6
 or 10."""
-SHARE = 0.35
-STANDS_OUT = 1.5
-IN_A_ROW = 3
+SHARE, STANDS_OUT, IN_A_ROW = 0.35, 1.5, 3
+"""See above: below the 0.5 of Lookahead; above the scatter of steps; so that chance needs three coincidences."""
 FINDING = "inner steps undo one version after another: this model keeps nothing that others train"
 COPIES = "if the optimizer steps on a copy of the weights (float32 masters, Lookahead): join(masters=optimizer)"
 CLAMPS = "if the loop clamps or projects the parameters: join(after_version=f)"
