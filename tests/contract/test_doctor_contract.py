@@ -114,10 +114,13 @@ def test_another_version_of_the_protocol(serve):
 
 
 def test_shards_that_were_not_named(serve, train):
-    first, second = (serve(settings_with(sync={"fragments": 2}, shard={"count": 2, "index": i})) for i in (0, 1))
+    first, second, restarted = (
+        serve(settings_with(sync={"fragments": 2}, shard={"count": 2, "index": i})) for i in (0, 1, 1)
+    )
     train(f"{first.address},{second.address}", "a").step()
     assert failures(found_at(first.address)) == ["SHARDS_MISSING"]
     assert failures(found_at(first.address, second.address)) == []
+    assert failures(found_at(first.address, restarted.address)) == [], "it waits for its first learner"
 
 
 def test_the_doctor_leaves_no_trace_in_the_run(serve, train):

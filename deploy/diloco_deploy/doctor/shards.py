@@ -127,14 +127,14 @@ def complete(known: Known) -> ReportLine:
     answers = [answer for answer in known.answers.values() if answer is not None]
     if not answers:
         return ok("which shards the run has is known once a learner has joined")
-    found = {answer.shard_index for answer in answers}
     count = max(answer.num_shards for answer in answers)
-    missing = sorted(set(range(count)) - found)
-    if missing:
+    missing = sorted(set(range(count)) - {answer.shard_index for answer in answers})
+    waiting = len(known.answers) - len(answers)  # these do not know yet which of the missing ones they are
+    if len(missing) > waiting:
         return failure(
             "SHARDS_MISSING", f"the run has {count} shards; not named, or not reached: {', '.join(map(str, missing))}"
         )
-    return ok(f"all {count} shards of the run were reached")
+    return ok(f"all {count} shards of the run were reached" + f"; {waiting} of them wait for a learner" * bool(waiting))
 
 
 def clock_of(door: Door, known: Known) -> ReportLine:
