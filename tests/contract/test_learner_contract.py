@@ -1,4 +1,4 @@
-"""Real learners against real shards in one process: joining, training, coming back, and loops that clamp their steps."""
+"""Real learners against real shards in one process: joining, training, returning, and loops that clamp their steps."""
 
 from __future__ import annotations
 
