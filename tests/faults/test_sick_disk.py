@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
@@ -24,8 +24,8 @@ LEASES = {"lease.lease_s": 15, "lease.heartbeat_s": 3}
 
 
 @contextmanager
-def injected(shard: Shard, log: Path, call: str, fault: str) -> Iterator[None]:
-    """While this lasts, a system call of the shard's does not do what it should."""
+def injected(shard: Shard, log: Path, call: str, fault: str) -> Iterator[Callable[[], None]]:
+    """While this lasts, a system call of the shard's does not do what it should; as `filled`."""
     loudly.need("a sick disk", strace="strace")
     command = ["strace", "-f", "-qq", "-p", str(shard.pid), "-o", str(log), "-e", f"trace={call}"]
     command += ["-e", f"inject={call}:{fault}"]
@@ -34,7 +34,7 @@ def injected(shard: Shard, log: Path, call: str, fault: str) -> Iterator[None]:
             until(lambda: has_ended(tracer) or has_injected(log), f"a {call} that is not as usual")
             if has_ended(tracer):
                 loudly.skip("a sick disk", f"strace may not trace here: {tracer.communicate()[1]}")
-            yield
+            yield lambda: None
         finally:
             tracer.send_signal(signal.SIGINT)  # it lets go of the shard
             tracer.wait()
@@ -54,13 +54,17 @@ def small_disk(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def filled(folder: Path) -> Iterator[None]:
-    """While this lasts, there is no space."""
+def filled(folder: Path) -> Iterator[Callable[[], None]]:
+    """While this lasts, there is no space, but what a version left that did not fit; the function takes that, too."""
     ballast = folder / "ballast"
-    with ballast.open("wb", buffering=0) as file, suppress(OSError):
-        while True:
-            file.write(bytes(2**12))
-    yield
+
+    def fill() -> None:
+        with ballast.open("ab", buffering=0) as file, suppress(OSError):
+            while True:
+                file.write(bytes(2**12))
+
+    fill()
+    yield fill
     ballast.unlink()
 
 
@@ -86,13 +90,16 @@ def test_a_disk_that_refuses_stops_versions_and_nothing_else(call: str, error: s
     with small_disk(data) if is_full else nullcontext(), SteadyCluster(tmp_path) as cluster:
         cluster.add("ann")
         (shard,), ann = cluster.shards, cluster.learners["ann"]
-        with filled(data) if is_full else injected(shard, tmp_path / "strace", call, f"error={error}"):
+        with filled(data) if is_full else injected(shard, tmp_path / "strace", call, f"error={error}") as fill:
             until(lambda: http_get(shard.endpoints.http, "/readyz")[0] == 503, "the shard to be not ready")
             reason = http_get(shard.endpoints.http, "/readyz")[1]
             assert "storage" in reason
             assert words in reason
             assert "version not durable, so not announced" in shard.said()
-            until(lambda: all(not f["round_open"] for f in shard.status()["fragments"]), "every fragment to wait")
+            until(
+                lambda: fill() or all(not f["round_open"] for f in shard.status()["fragments"]),
+                "every fragment to wait",
+            )
             stuck, steps = versions(shard.status()), ann.ask().steps
             until(lambda: ann.ask().steps > steps + 20, "steps without versions")
             assert versions(shard.status()) == stuck
