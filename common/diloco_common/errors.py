@@ -540,7 +540,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 def some(found: Sequence[str], between: str = ", ") -> str:
     """The first three of these, and how many more there are."""
-    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    more = f"{'' if between == ', ' else between.rstrip()} and {len(found) - 3} more" if len(found) > 3 else ""
     return f"{between.join(found[:3])}{more}"
 
 

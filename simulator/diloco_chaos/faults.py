@@ -1,4 +1,7 @@
-"""The faults of a run: what is planned, a pure function of the seed and the size of the cluster, and what was done."""
+"""The faults of a run: their plan, a pure function of the seed and the size of the cluster, and the cluster they hit.
+
+`ChaosCluster` runs on the main thread, which gets the signals and whose end its children follow.
+"""
 
 from __future__ import annotations
 
@@ -135,7 +138,8 @@ class ChaosRun:
 
 
 READY_S = 2 * LONG_S
-"""Every worker must train within this time from the start of the cluster, and within `LONG_S` of the last fault."""
+"""Every worker must train within this time from the start; every process must make progress within `LONG_S` of the
+last fault."""
 
 
 class ChaosCluster:

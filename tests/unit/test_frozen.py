@@ -54,7 +54,7 @@ MIXED = [FrozenTensor("a.weight", "float32 [4, 4]", 1), *base(2, names="b"), *ba
     [
         (base(2), "brought to this run .*: a.weight: bfloat16 .4, 4. with other values; b.weight: .*; c.weight: "),
         (MIXED, r"a.weight: bfloat16 \[4, 4\] <-> float32 \[4, 4\]; b.weight: bfloat16 \[4, 4\] with other values; "),
-        (MIXED, r"c.weight: bfloat16 \[4, 4\] <-> absent and 1 more\. Load the same"),
+        (MIXED, r"c.weight: bfloat16 \[4, 4\] <-> absent; and 1 more\. Load the same"),
         (base(1, names="ab"), r"caller's\): c.weight: bfloat16 \[4, 4\] <-> absent\. "),
         (base(2), r'Load the same base in the same dtype; or, .* join\(\.\.\., frozen="any"\)'),
     ],

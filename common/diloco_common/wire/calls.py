@@ -1,4 +1,4 @@
-"""How long anything takes or waits: calls to a shard and between retries, looks, reports and goodbyes."""
+"""The times that several parts share: of calls, retries, looks, reports and goodbyes."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ SILENCE_HEARTBEATS = 2.5
 CALL_S = 15.0
 """Seconds for a call apart from its bytes."""
 SAY_EVERY_S = 10.0
-"""Seconds between two log lines about the same thing that lasts."""
+"""Seconds between two lines about the same thing that lasts; what is shorter is not reported."""
 LONG_S = 60.0
 """What has lasted for so many seconds is no hiccup: it is said, or nobody waits for it any longer."""
 SETTLE_S = 5.0
-"""Seconds for pushes in flight to be answered when a learner ends."""
+"""Seconds for what is in flight to end: pushes of a learner that leaves, merges of a shard that does."""
+HURRY_S = SETTLE_S / 10
+"""Like `SETTLE_S`, for whoever is in a hurry: after Ctrl-C, for example."""
 NOTICE_S = 30.0
-"""Seconds of warning that a reclaimed machine gets, and a container that is stopped: all goodbyes fit in."""
+"""Seconds of warning that a reclaimed machine gets; every goodbye fits within them."""
 END_S = NOTICE_S + SETTLE_S
 """Seconds for a process to end after SIGTERM, before it is killed."""
 DIAL_S = 2.0
@@ -22,8 +24,6 @@ REPORT_EVERY_S = 0.02
 """Seconds between two reports of a learner; those of faster inner steps are combined."""
 SLOWEST_BYTES_PER_S = 50_000
 """Slower transfers are ended and retried. 0.4 Mbit/s."""
-HURRY_S = SETTLE_S / 10
-"""Like `SETTLE_S`, for whoever is in a hurry: after Ctrl-C, for example."""
 
 FIRST_S, GROWTH, LONGEST_S = 0.2, 1.3, 2.0
 """Seconds before the first retry, how many times as long before each further one, and at most (`backoff_s`)."""

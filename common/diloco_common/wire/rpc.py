@@ -21,8 +21,8 @@ from diloco_common.trust.identity import Identity, check_learner_id
 from diloco_common.wire.addresses import is_loopback, parse_address
 from diloco_common.wire.bounds import MESSAGE_BYTES_MAX, NAME_MAX, PARTS_MAX
 
-MAX_MESSAGE_BYTES = max(MESSAGE_BYTES_MAX.values())
-"""More than the largest chunk (`payload.CHUNK_BYTES_MAX`) and the largest model description (65,536 tensors)."""
+MAX_MESSAGE_BYTES = 2 * max(MESSAGE_BYTES_MAX.values())
+"""gRPC's limit. What is above ours and below this is refused in words; gRPC just ends the call."""
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
 CODE_KEY = "diloco-code"
 SERVICE = "diloco.v1.ParameterServer"

@@ -129,12 +129,11 @@ def complete(known: Known) -> ReportLine:
         return ok("which shards the run has is known once a learner has joined")
     count = max(answer.num_shards for answer in answers)
     missing = sorted(set(range(count)) - {answer.shard_index for answer in answers})
-    waiting = len(known.answers) - len(answers)  # these do not know yet which of the missing ones they are
+    waiting = len(known.answers) - len(answers)  # their refusal does not say which of the missing ones they are
     if len(missing) > waiting:
-        return failure(
-            "SHARDS_MISSING", f"the run has {count} shards; not named, or not reached: {', '.join(map(str, missing))}"
-        )
-    return ok(f"all {count} shards of the run were reached" + f"; {waiting} of them wait for a learner" * bool(waiting))
+        names = ", ".join(map(str, missing)) + f" ({waiting} of these did answer)" * bool(waiting)
+        return failure("SHARDS_MISSING", f"the run has {count} shards; not named, or not reached: {names}")
+    return ok(f"all {count} shards of the run were reached")
 
 
 def clock_of(door: Door, known: Known) -> ReportLine:

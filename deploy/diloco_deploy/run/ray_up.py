@@ -273,7 +273,7 @@ class _RayRun:
         """Ask all members of a kind to end. `close` removes those that do not."""
         asked = [actor.stop.remote(END_S) for name, actor in self._actors.items() if name.startswith(role)]
         if asked:
-            self._ray.wait(asked, num_returns=len(asked), timeout=END_S + 5)
+            self._ray.wait(asked, num_returns=len(asked), timeout=END_S + SETTLE_S)
 
 
 class _Actor(OnRay):

@@ -203,7 +203,7 @@ def make_bearer_token(path: Path) -> bool:
         if path.exists():  # check first: the folder may be read-only
             return False
         with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(secrets.token_urlsafe() + "\n")
+            file.write(secrets.token_urlsafe(32) + "\n")
         try:
             os.link(partial, path)
         except FileExistsError:

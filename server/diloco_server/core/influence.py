@@ -141,7 +141,7 @@ RISES = TWICE * TWICE
 OPPOSED = 0.75
 """A learner points away if its cosine is below minus this multiple of the others' own. A flipped sign has -1 times it.
 A healthy learner that alone has met some rare words goes down to -0.5 times, as the others pull the model back.
-One that repeats itself is compared with the same share."""
+A learner repeats itself only if its agreement is below this share of the others' own."""
 FEW = 16
 """Most members among which one that points away is left out. Among 17, a flip costs 1 %, and rare words look worse."""
 LITTLE = 0.1

@@ -30,7 +30,7 @@ from diloco_server.core.round import Quorum, Round
 from diloco_server.core.versions import Versions
 
 LONGEST = 2.5
-"""Times its patience that a round waits at most after its quorum: the usual learner may itself come after that."""
+"""A round waits at most this many times its patience after its quorum, as the usual learner may itself come later."""
 SCATTER = 4.0
 """Mean deviations beyond the mean, as in TCP's retransmission timeout."""
 OVERDUE = 2

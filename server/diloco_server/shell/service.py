@@ -140,7 +140,7 @@ class Service:
         if neighbours >= most:
             raise Busy(
                 f"{most} learners from {caller.account} hold a lease already "
-                f"(at most {HOST_LEARNERS}, or half of shard.max_learners if that is more); try again later"
+                f"(half of shard.max_learners, but at least {HOST_LEARNERS}); try again later"
             )
 
     async def attend(self, caller: Identity, reports: AsyncIterator[Progress]) -> AsyncGenerator[Directive, None]:

@@ -1,4 +1,4 @@
-"""Bounded influence, implemented independently: what a hostile learner must not get from a shard (more rounds, a
+"""Bounded influence, implemented independently, with the product's limits: what a hostile learner must not get from a shard (more rounds, a
 version of its own, values that are not finite), for how much a member's contribution counts, and who is left out.
 
 Both follow histories as they are written, and look at a shard's state at that moment. Among members, healthy

@@ -311,7 +311,7 @@ class Dialing:
             why = f"{error} [{error.code}]"
         stays = self._is_here_to_stay(error, now) or (is_for_good and not self._was_up)  # wrong from the start
         is_objection = stays or isinstance(error, ALWAYS) or type(error) is DilocoError
-        # A shard that ends a lease is reachable: join again without the waits for a silent one.
+        # Without the waits for a silent shard: it has ended the lease, or the connection lasted.
         if (isinstance(error, JOIN_AGAIN) and self._had_lease) or now - self._began > SETTLE_S:
             self._attempt, self._silent_s = 0, 0.0
         is_news = self._attempt == 0 or self._silent_s >= SAY_EVERY_S
