@@ -6,7 +6,7 @@ with grpcio 1.85 on loopback, 1 MiB messages). An mmap threshold of 1 GiB gains 
 times as large.
 
 `diloco up` starts `python -m diloco_common.process PARENT_PID MODULE ARGUMENTS...`. On Linux the kernel sends SIGTERM
-to this process when the parent dies. On every system a thread looks each second: it sends SIGTERM as well, and kills the
+to this process when the parent dies. On every system a thread looks each second: it sends SIGTERM, too, and kills the
 process after `END_S`.
 """
 

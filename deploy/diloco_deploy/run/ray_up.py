@@ -19,7 +19,7 @@ from diloco_common.settings import Settings
 from diloco_common.settings_loader import save
 from diloco_common.trust.identity import subject_of
 from diloco_common.wire.addresses import Role
-from diloco_common.wire.calls import END_S, SAY_EVERY_S
+from diloco_common.wire.calls import END_S, SAY_EVERY_S, SETTLE_S
 from diloco_demo.cli import declared_digest
 from diloco_deploy import EVERY_S, LOOK_S
 from diloco_deploy.cluster.asking import Asker, fetch_all

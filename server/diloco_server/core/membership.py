@@ -322,7 +322,7 @@ def superseded(learner_id: str) -> Superseded:
 
 
 ALIKE = 3
-"""This many equal losses of two learners, at equal steps and tokens, are no coincidence: they train on the same data."""
+"""This many equal losses of two learners at equal steps and tokens are no coincidence: they have the same data."""
 REPORTS_MAX = 4096
 """Most reports, and pairs of learners, that are remembered: some steps of a thousand learners."""
 

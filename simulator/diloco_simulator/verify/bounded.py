@@ -1,5 +1,6 @@
-"""Bounded influence, implemented independently, with the product's limits: what a hostile learner must not get from a shard (more rounds, a
-version of its own, values that are not finite), for how much a member's contribution counts, and who is left out.
+"""Bounded influence, implemented independently, with the product's limits: what a hostile learner must not get from a
+shard (more rounds, a version of its own, values that are not finite), for how much a member's contribution counts, and
+who is left out.
 
 Both follow histories as they are written, and look at a shard's state at that moment. Among members, healthy
 contributions all point the same way here. So their values alone say which ones are spoiled, how far each points away,
