@@ -67,7 +67,8 @@ async def measure(case: Cost, rounds: int, at_least_s: float) -> Cost:
     manifest = cut(tensors_of(case.parameters), case.fragments, case.shards)
     contributions = noise_of(manifest.fragments, 0.001, "int8")
     settings = (
-        f"sync.fragments={case.fragments}", f"sync.sync_every={SYNC_EVERY}", "sync.quorum=all",
+        f"sync.fragments={case.fragments}", f"sync.sync_every={SYNC_EVERY}", "sync.quorum=all", "sync.push=int8",
+        "sync.pull=bfloat16",
         f"shard.max_pushes={4 * case.learners + 64}", "lease.lease_s=300", "lease.heartbeat_s=1",
     )  # fmt: skip
     with running_shards(case.shards, *settings) as shards:
