@@ -93,7 +93,7 @@ def _step(plan: LearnerPlan, chance: random.Random) -> float:
 
 
 def synchronous(learners: Sequence[LearnerPlan], sent: Sent, until: float, seed: int) -> float:
-    """Goodput of DiLoCo: every H steps, all wait for the slowest one, and for all of the transfers."""
+    """Goodput of synchronous DiLoCo: every H steps, all learners wait for the slowest one and for every transfer."""
     chance = random.Random(f"sync {seed}")
     lines = [plan.drawn(until, plan.chance(seed)) for plan in learners]
     waits_s = max(

@@ -122,7 +122,7 @@ class Registry:
         return self._deny([Revocation(serial, who, shown(now))])
 
     def _deny(self, wanted: list[Revocation]) -> tuple[list[Revocation], list[Revocation]]:
-        """Extend the deny-list under a lock, also between processes, so that no entry is lost."""
+        """Add to the deny-list under a lock that other processes respect, so that no entry is lost."""
         try:
             with open(self.deny_list.with_name("lock"), "ab", opener=_for_owner) as held:
                 fcntl.flock(held, fcntl.LOCK_EX)

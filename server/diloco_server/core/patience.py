@@ -30,7 +30,7 @@ from diloco_server.core.round import Quorum, Round
 from diloco_server.core.versions import Versions
 
 LONGEST = 2.5
-"""A round waits at most this many times its patience after its quorum, as the usual learner may itself come later."""
+"""After its quorum, a round waits at most this many times its patience: the usual learner may itself be late."""
 SCATTER = 4.0
 """Mean deviations beyond the mean, as in TCP's retransmission timeout."""
 OVERDUE = 2
