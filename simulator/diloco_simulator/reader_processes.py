@@ -244,7 +244,8 @@ class SimulatedReaders:
 
         if old.process.alive:
             self.promoted[index].tell(new, old, disk, ended)
-        else:  # it has died meanwhile
+        else:
+            self._cluster.count("replaced shards that died meanwhile")
             ended()
 
     def _end(self, shard: ShardProcess, *, noticed: bool) -> None:

@@ -43,8 +43,9 @@ def killed_and_hanging(seed: int) -> Options:
 
 
 def forgetful(seed: int) -> Options:
-    """Shards forget at once who has no lease."""
-    return replace(short(seed), forgets=True, budget=0)
+    """Shards forget at once who has no lease, and learners are cut off for a while, again and again."""
+    faults = ("freeze learner", "break calls", "cut")
+    return replace(short(seed), forgets=True, budget=0, faults=faults, faults_s=8.0, fault_every_s=1.0)
 
 
 def replacing(seed: int, **changes: object) -> Options:

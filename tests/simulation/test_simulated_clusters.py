@@ -60,12 +60,12 @@ def test_every_invariant_holds_in_every_short_schedule() -> None:
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(9, 10), pytest.param(range(20, 60), marks=pytest.mark.gate)], ids=["quick", "more"]
+    "seeds", [range(20, 21), pytest.param(range(20, 60), marks=pytest.mark.gate)], ids=["quick", "more"]
 )
 def test_a_learner_that_its_shard_forgot_counts_nothing_twice(seeds: range) -> None:
     counts = (run_schedule(schedules.forgetful(seed)).counts for seed in seeds)
 
-    assert sum(c.get("learned that forgotten", 0) for c in counts) > 0
+    assert sum(c.get("learned that forgotten", 0) for c in counts) > len(seeds)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_some_short_schedules_have_a_sick_member_of_several() -> None:
     assert not any(o.hostile or o.islands or o.companions_every or o.has_buffer for o in drawn)
 
 
-@pytest.mark.parametrize("seeds", [[12], pytest.param(range(100), marks=pytest.mark.gate)], ids=["quick", "more"])
+@pytest.mark.parametrize("seeds", [[12], pytest.param(range(40), marks=pytest.mark.gate)], ids=["quick", "more"])
 def test_a_sick_member_is_left_out_until_it_is_healed_and_nobody_else_is(seeds: Sequence[int]) -> None:
     counts = [run_schedule(draw(f"sick:{seed}")).counts for seed in seeds]
 

@@ -112,7 +112,7 @@ def test_the_table_decides_as_looking_at_every_learner_does(seed: int) -> None:
 
 
 def member(learner_id: str, step: int, first: int | None = 0) -> Member:
-    made = Member(learner_id, "p", 1, last_heard=0.0, last_step_at=0.0)
+    made = Member(learner_id, "p", 1, last_heard=0.0, last_step_at=0.0, began=0.0)
     made.reports, made.first_step = Reports.begin(Progress(step, 0), 0.0), first
     return made
 

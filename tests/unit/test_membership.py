@@ -48,20 +48,6 @@ def test_who_speaks_without_a_current_lease_is_refused(members, learner_id, gene
     assert members.check("b", 5).process_id == "another process"
 
 
-def test_a_process_that_began_later_comes_back_although_the_earlier_one_took_its_place(members: Membership) -> None:
-    """Else each of the two may hold one shard of two, refused by the other, for ever."""
-    members.join("a", "earlier", 1.0, age_s=1.0)
-    later = members.join("a", "later", 10.0, age_s=1.0)
-    members.revoke(later)
-    earlier = members.join("a", "earlier", 20.0, age_s=20.0)
-    members.replace(earlier, {"later"})
-
-    members.welcome("a", "later", began=9.0)
-    members.join("a", "later", 21.0, age_s=12.0)
-    with pytest.raises(Superseded):
-        members.welcome("a", "earlier", began=0.0)
-
-
 def test_the_record_of_a_learner_goes_on_over_its_generations_but_its_cadence_does_not(members: Membership) -> None:
     first = members.join("a", "p", 0.0)
     heard(members, first, 7, 0.0)
@@ -83,11 +69,10 @@ def come(members: Membership, process_id: str, now: float, age_s: float = 0.0) -
 @pytest.mark.parametrize(
     ("first_age_s", "second_age_s", "later_s", "has_it"),
     [
-        (0.0, 0.0, 1.0, True),  # neither says
+        (0.0, 0.0, 2.0, True),  # neither says
         (50.0, 3.0, 1.0, True),
         (3.0, 50.0, 1.0, False),  # it was frozen, or cut off, when the other one took over at the other shards
-        (3.0, 6.5, 3.0, False),
-        (3.0, 6.0, 3.0, True),  # they began as one: who comes later has it, as ever
+        (3.0, 7.5, 3.0, False),
         (3.0, 50.0, 1000.0, True),  # whose lease is over by then
     ],
 )
@@ -98,6 +83,23 @@ def test_of_two_processes_with_one_id_the_one_that_began_later_has_it(
     members.expire(later_s)
     with nullcontext() if has_it else pytest.raises(Superseded):
         come(members, "process 2", later_s, second_age_s)
+
+
+@pytest.mark.parametrize("took_s", [(0.0, 0.0), (0.9, 0.0), (0.0, 0.9)])
+@pytest.mark.parametrize("first", [0, 1])
+def test_of_two_that_began_together_all_shards_have_the_same_one(
+    members: Membership, first: int, took_s: tuple[float, float]
+) -> None:
+    """Whichever came first, and however long their Joins took: else each may hold one shard of two, for ever."""
+    come(members, f"process {first}", 2.0, age_s=2.0 - took_s[first])
+    with nullcontext() if first == 0 else pytest.raises(Superseded):
+        come(members, f"process {1 - first}", 2.0, age_s=2.0 - took_s[1 - first])
+
+
+def test_a_process_that_joins_again_is_as_old_as_it_ever_was(members: Membership) -> None:
+    come(members, "process 2", 7.0)  # on its way for 7 s
+    come(members, "process 2", 8.0, age_s=8.0)
+    come(members, "process 1", 9.0, age_s=3.0)
 
 
 # Joined at 0, heard at the given times with the given inner steps; the lease is 6 s.

@@ -377,7 +377,7 @@ def test_what_is_being_merged_is_not_fenced(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize(
-    ("process_id", "error"), [("process", StaleGeneration), ("another", Superseded)], ids=["again", "another"]
+    ("process_id", "error"), [("process", StaleGeneration), ("process 2", Superseded)], ids=["again", "another"]
 )
 def test_the_newer_generation_wins_and_the_older_is_told_why(rig: Rig, process_id: str, error: type) -> None:
     rig.contribute("a", 1, 9.0)
@@ -399,7 +399,7 @@ def test_a_round_that_lost_its_quorum_asks_again_although_another_learner_hangs(
     """The contribution that made the quorum is fenced off, and nothing else would come."""
     rig = Rig(sync={"quorum": 1, "grace": 20.0}).started("a", "hangs")
     rig.contribute("a", 1, 1.0)
-    rig.join("a", process_id="another process")
+    rig.join("a", process_id="process 2")
     train_beside_one_that_hangs(rig, 20, "a")
     assert [collect.round for collect in rig.told_of("a", Collect)] == [1]
     assert rig.contribute("a", 1, 1.0).outcome is Outcome.ACCEPTED

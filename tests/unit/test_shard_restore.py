@@ -135,14 +135,14 @@ def test_a_version_that_was_made_durable_but_not_announced_tells_who_is_in_it() 
 def test_another_process_of_the_same_id_is_not_told_of_merges_that_are_not_its_own() -> None:
     """P1: membership does not outlive a restart, what was merged and by whom does."""
     new = Life(4, first_epoch().kept())
-    new.come("ann", process_id="other process")
+    new.come("ann", process_id="process 2")
     assert new.merged("ann") == 0
 
 
 def test_a_process_cannot_come_back_after_another_of_its_id_even_over_a_restart() -> None:
     """Its merges are forgotten then: it would carry what is merged."""
     new = Life(4, first_epoch().kept())
-    new.come("ann", process_id="other process")
+    new.come("ann", process_id="process 2")
 
     with pytest.raises(Superseded):
         new.come("ann")
@@ -313,7 +313,7 @@ def test_a_process_that_slept_through_its_successor_and_a_restart_is_not_told_th
     """Its contribution is in version 2. Another process took its id then, so its merges were dropped, and the restart
     took with it the knowledge that it had been replaced."""
     old = first_epoch()
-    old.come("ann", process_id="other process")
+    old.come("ann", process_id="process 2")
     new = Life(4, old.kept())
     new.come("ann", held=(3, 1))
     (status,) = new.shard.join_answer("ann").fragments

@@ -167,7 +167,8 @@ def join(
     for one in several(companions):
         compared.has(one)
     world = real_world()
-    caller = Caller(run, who.name, f"{world.random.getrandbits(64):016x}", 0 if group is None else group.rank)
+    process_id = f"{time.time_ns():016x}{world.random.getrandbits(32):08x}"
+    caller = Caller(run, who.name, process_id, 0 if group is None else group.rank)
     name, shows = (
         (f"{who.name}/{caller.rank}", Shows()) if caller.rank else (who.name, Shows(http, address_file, history))
     )

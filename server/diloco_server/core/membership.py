@@ -10,13 +10,13 @@ different batches are equal now and then, but not over several steps.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
 
 from diloco_common.errors import Busy, LeaseExpired, NotJoined, Refusal, Revoked, StaleGeneration, Superseded
 from diloco_common.settings import LeaseSettings
+from diloco_common.wire.calls import JOIN_WITHIN_S
 from diloco_common.wire.messages import Progress
 from diloco_server.core.arrivals import Arrivals, Reports
 
@@ -24,12 +24,8 @@ STALLED_LEASES = 5
 """A learner whose heartbeats arrive is stalled if it has ended no inner step for this many leases."""
 IDLE_ROUNDS = 16
 """A learner is idle, and no longer decides when rounds open, after this many rounds in a row that closed without it."""
-REPLACED_MAX = 16
-"""Most replaced processes remembered per learner id."""
 LAST_TRIES = 3
 """Most rounds that a leaving learner gets for its work, if that is lost on the way."""
-SLOW_S = 1.0
-"""A Join that took longer than this made its process look younger than it is; a later Join corrects it."""
 
 
 NOTHING = Progress(0, 0)
@@ -51,7 +47,7 @@ class Member:
     generation: int
     last_heard: float
     last_step_at: float
-    began: float = math.inf
+    began: float
     """When its process started, by this shard's clock."""
     index: int = 0
     """Its number, unique among live learners."""
@@ -59,10 +55,6 @@ class Member:
     """Where it says it is, for mirrors; empty: nowhere."""
     first_generation: int = 0
     """The first generation of this process; earlier ones belong to replaced processes."""
-    replaced: tuple[str, ...] = ()
-    """Processes that used this id before. They may not return: their merges were forgotten."""
-    later: str = ""
-    """The previous process, if it started later than this one. It may return: other shards have refused this one."""
     state: LeaseState = LeaseState.ALIVE
     evicted_for: str = ""
     """Stable code of the eviction."""
@@ -172,17 +164,21 @@ class Membership:
         self._generations = 0  # grows; never reset within an epoch
         self._expires_at = 0.0  # no lease can expire or stall before this time
 
-    def welcome(self, learner_id: str, process_id: str, began: float = math.inf) -> None:
+    def welcome(self, learner_id: str, process_id: str, began: float) -> None:
         """Check whether this process, which started at `began`, may join.
 
-        Raises Superseded if the id has a lease held by a process that replaced this one or started later. Otherwise two
-        could take turns, each at another shard, and no shard would know what the others heard. A process that is gone
-        never blocks another: a slow Join makes a process look younger than it is.
+        Of two processes with one id, the one that started later has the id, at every shard: otherwise each could hold
+        some shards for ever. Shards measure the start by how long a Join took, so of two that started within
+        `JOIN_WITHIN_S` the greater process id counts as later. A process without a lease never blocks another.
+
+        Raises Superseded if the process that holds the lease is the later one.
         """
         old = self._members.get(learner_id)
         if old is None or not old.live or old.process_id == process_id:
             return
-        if began < old.began or process_id in old.replaced:
+        younger_s = began - old.began
+        is_later = process_id > old.process_id if abs(younger_s) <= JOIN_WITHIN_S else younger_s > 0
+        if not is_later:
             raise superseded(learner_id)
 
     def join(
@@ -193,21 +189,15 @@ class Membership:
         if (old is None or not old.live) and len(self.live()) >= self._max_learners:
             raise Busy(f"{self._max_learners} learners hold a lease already (shard.max_learners); try again later")
         self._generations += 1
-        member = Member(learner_id, process_id, self._generations, last_heard=now, last_step_at=now)
-        member.began = now - age_s
+        member = Member(learner_id, process_id, self._generations, now, last_step_at=now, began=now - age_s)
         member.index = self._index(learner_id, index)
         if old is None or old.process_id != process_id:
             member.first_generation = member.generation
-            before = () if old is None else (*old.replaced, old.process_id)
-            if old is not None and old.began > member.began:  # it was silent for a while, and may return
-                before, member.later = old.replaced, old.process_id
-            member.replaced = tuple(p for p in before if p != process_id)[-REPLACED_MAX:]
         else:
-            member.first_generation, member.replaced, member.later = old.first_generation, old.replaced, old.later
+            member.first_generation = old.first_generation
+            member.began = min(member.began, old.began)  # a slow Join makes a process look younger than it is
             member.reports, member.idle_rounds, member.silent_rounds = old.reports, old.idle_rounds, old.silent_rounds
             member.arrivals = old.arrivals
-            if member.began < old.began - SLOW_S:  # the processes it replaced may be younger
-                member.replaced = ()
         if old is not None:
             member.asked, member.contributed, member.merged = old.asked, old.contributed, old.merged
             member.tokens_merged, member.missed = old.tokens_merged, old.missed
@@ -222,10 +212,6 @@ class Membership:
         taken = {m.index for m in self.live() if m.learner_id != learner_id}
         candidates: tuple[int | None, ...] = (had, None if old is None else old.index, *range(len(taken) + 1))
         return next(i for i in candidates if i is not None and i not in taken)
-
-    def replace(self, member: Member, processes: set[str]) -> None:
-        """Add processes that used the member's id before, perhaps before a restart of the shard."""
-        member.replaced = (*member.replaced, *sorted(processes - {*member.replaced, member.later}))
 
     def get(self, learner_id: str) -> Member | None:
         return self._members.get(learner_id)

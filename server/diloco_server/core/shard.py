@@ -99,7 +99,7 @@ class Shard:
         member.site = request.site
         versions.frozen.adopt(learner_id, request.frozen)
         versions.tell_keys(request.ties)
-        membership.replace(member, versions.forget_others(learner_id, process_id))
+        versions.forget_others(learner_id, process_id)
         self._outbox.note(LearnerJoined(learner_id, member.generation, returned=old is not None))
         for state in versions.look_for_losses(learner_id, request.held, request.tokens_seen):
             self.rounds.ask_missing(state)

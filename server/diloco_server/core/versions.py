@@ -218,15 +218,11 @@ class Versions:
         for state in self.fragments.values():
             state.forget(learner_id)
 
-    def forget_others(self, learner_id: str, process_id: str) -> set[str]:
-        """Forget merges of earlier processes under this id. Returns those processes."""
-        others = set()
+    def forget_others(self, learner_id: str, process_id: str) -> None:
+        """Forget merges of earlier processes under this id."""
         for state in self.fragments.values():
-            merged_by = state.record.merged_by.get(learner_id, process_id)
-            if merged_by != process_id:
+            if state.record.merged_by.get(learner_id, process_id) != process_id:
                 state.forget(learner_id)
-                others.add(merged_by)
-        return others
 
     # ------------------------------------------------------------ lost versions
 

@@ -16,7 +16,7 @@ from diloco_common.codec import offered_names
 from diloco_common.errors import DilocoError, Refusal, Unavailable, refusal_from
 from diloco_common.observe.logs import Log
 from diloco_common.ports import ControlStream
-from diloco_common.wire.calls import CALL_S, HURRY_S, REPORT_EVERY_S, SILENCE_HEARTBEATS
+from diloco_common.wire.calls import CALL_S, HURRY_S, JOIN_WITHIN_S, REPORT_EVERY_S, SILENCE_HEARTBEATS
 from diloco_common.wire.manifest import Manifest
 from diloco_common.wire.messages import (
     PROTOCOL,
@@ -248,7 +248,7 @@ class Connection:
                 age_s=asked - self._born, tokens_seen=self._c.codec.tokens_seen(state.fragment_ids), site=self._c.site,
             )  # fmt: skip
             answer = await self._transport.join(self._c.caller.identity, request, CALL_S)
-            if clock() - asked < 2.0:  # most take milliseconds
+            if clock() - asked <= JOIN_WITHIN_S:  # most take milliseconds
                 break
         return answer
 
