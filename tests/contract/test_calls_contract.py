@@ -317,7 +317,7 @@ def test_the_older_process_is_told_even_if_the_newer_attends_at_once(shard):
         # As when Join and Attend of the newer come before the older's stream is written to.
         host = shard.server.host
         caller = Identity(host.settings.run.id, "a")
-        answer = host.join(caller, JoinRequest(PROTOCOL, "another process", TENSORS))
+        answer = host.join(caller, JoinRequest(PROTOCOL, "process that started later", TENSORS))
         host.attend(replace(caller, generation=answer.generation, epoch=answer.epoch))
 
     newer.loop.look(both_at_once)
