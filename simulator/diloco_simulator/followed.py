@@ -53,7 +53,7 @@ class Trainer:
     def __init__(self, stage: Stage, learner_id: str) -> None:
         options = stage.options
         self.stage, self.learner_id = stage, learner_id
-        self.name = f"{learner_id}.{stage.starts[learner_id]}"
+        self.name = f"{learner_id}.{stage.starts[learner_id]:03}"  # a process id, and these sort by time
         self.state = "joining"
         self.error: DilocoError | None = None
         self.hung_until = 0.0

@@ -133,7 +133,7 @@ class SimulatedRank(FollowedRun):
         self.replica = RowsReplica(self.model, self.holdings, rank, size, self._poison)
         self._island = island
         options, process = island.stage.options, island.process
-        caller = Caller("local", island.learner_id, island.name, rank)
+        caller = Caller("local", island.learner_id, island.name, rank, process.clock())
         telemetry = self._telemetry(caller, history)
         self.learner = make_learner(
             self.replica, [str(i) for i in range(options.shards)], caller, self._dial, process.world(), self,

@@ -60,7 +60,7 @@ class LearnerProcess(Trainer, FollowedRun):
         is_ever_sick = sickness is not None and cluster.learner_ids[sickness.learner] == learner_id
         self._spoiler = Spoiler(sickness, self.name) if sickness is not None and is_ever_sick else None
         self._busy_since: dict[tuple[int, int], float] = {}  # fragment and round -> first of the BUSY answers in a row
-        caller = Caller("local", learner_id, self.name)
+        caller = Caller("local", learner_id, self.name, born=self.process.clock())
         telemetry = self._telemetry(caller, cluster.history_of(learner_id))
         replica = TornReplica(self.model, self._during_a_read, has_companion=options.companions_every > 0)
         self.learner = make_learner(

@@ -243,9 +243,11 @@ def _traces(repository: Path, python: str, hash_seed: str, seeds: int) -> list[s
     return done.stdout.split()
 
 
-def test_of_two_processes_with_one_id_the_later_ends_up_with_all_shards() -> None:
-    """It was silent for a while, the earlier one came back at one shard of two, and each held one for ever."""
-    run_schedule(draw_memory(60))
+@pytest.mark.parametrize("options", [draw_memory(60), schedules.slow_codec(9)], ids=["comes back", "together"])
+def test_of_two_processes_with_one_id_the_later_ends_up_with_all_shards(options: Options) -> None:
+    """It was silent for a while, and the earlier one came back at one shard of two; or both had started within 12 ms.
+    Each held one shard for ever."""
+    run_schedule(options)
 
 
 SEEDS = range(15)

@@ -79,10 +79,10 @@ def come(members: Membership, process_id: str, now: float, age_s: float = 0.0) -
 def test_of_two_processes_with_one_id_the_one_that_began_later_has_it(
     members: Membership, first_age_s: float, second_age_s: float, later_s: float, has_it: bool
 ) -> None:
-    come(members, "process 1", 0.0, first_age_s)
+    come(members, "process 2", 0.0, first_age_s)  # whatever their ids
     members.expire(later_s)
     with nullcontext() if has_it else pytest.raises(Superseded):
-        come(members, "process 2", later_s, second_age_s)
+        come(members, "process 1", later_s, second_age_s)
 
 
 @pytest.mark.parametrize("took_s", [(0.0, 0.0), (0.9, 0.0), (0.0, 0.9)])
@@ -96,10 +96,19 @@ def test_of_two_that_began_together_all_shards_have_the_same_one(
         come(members, f"process {1 - first}", 2.0, age_s=2.0 - took_s[1 - first])
 
 
-def test_a_process_that_joins_again_is_as_old_as_it_ever_was(members: Membership) -> None:
-    come(members, "process 2", 7.0)  # on its way for 7 s
-    come(members, "process 2", 8.0, age_s=8.0)
+@pytest.mark.parametrize("joins", [[(7.0, 0.0), (8.0, 8.0)], [(1.0, 1.0), (7.0, 0.0)]], ids=["first", "second"])
+def test_a_process_that_joins_again_is_as_old_as_it_ever_was(members: Membership, joins) -> None:
+    """One of its Joins was on the way for 7 s."""
+    for now, age_s in joins:
+        come(members, "process 2", now, age_s)
     come(members, "process 1", 9.0, age_s=3.0)
+
+
+def test_a_join_of_the_process_before_that_was_on_its_way_for_long_takes_nothing_back(members: Membership) -> None:
+    come(members, "process 1", 1.0, age_s=1.0)
+    come(members, "process 2", 4.0, age_s=1.0)
+    with pytest.raises(Superseded):
+        come(members, "process 1", 9.0, age_s=2.0)
 
 
 # Joined at 0, heard at the given times with the given inner steps; the lease is 6 s.

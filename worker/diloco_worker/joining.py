@@ -168,7 +168,7 @@ def join(
         compared.has(one)
     world = real_world()
     process_id = f"{time.time_ns():016x}{world.random.getrandbits(32):08x}"
-    caller = Caller(run, who.name, process_id, 0 if group is None else group.rank)
+    caller = Caller(run, who.name, process_id, 0 if group is None else group.rank, world.clock())
     name, shows = (
         (f"{who.name}/{caller.rank}", Shows()) if caller.rank else (who.name, Shows(http, address_file, history))
     )

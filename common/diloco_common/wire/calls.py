@@ -21,8 +21,8 @@ END_S = NOTICE_S + SETTLE_S
 DIAL_S = 2.0
 """Seconds to wait for the other side of a handshake; also the first pause between two searches for a cause."""
 JOIN_WITHIN_S = 1.0
-"""A Join that takes longer is sent again: it made its process look that much younger to the shard. Two processes that
-started within this time count as equally old."""
+"""A Join that takes longer is sent again: its process looks younger to the shard, by the time that it was on the way.
+Two processes that started within this time count as equally old."""
 REPORT_EVERY_S = 0.02
 """Seconds between two reports of a learner; those of faster inner steps are combined."""
 SLOWEST_BYTES_PER_S = 50_000

@@ -48,13 +48,15 @@ class Member:
     last_heard: float
     last_step_at: float
     began: float
-    """When its process started, by this shard's clock."""
+    """When its process started, by this shard's clock: the least that its Joins said, since a slow one says more."""
     index: int = 0
     """Its number, unique among live learners."""
     site: str = ""
     """Where it says it is, for mirrors; empty: nowhere."""
     first_generation: int = 0
-    """The first generation of this process; earlier ones belong to replaced processes."""
+    """The first generation of this process; earlier ones are over, and are answered SUPERSEDED."""
+    previous: tuple[str, float] | None = None
+    """The process that had the id before this one, and when it started."""
     state: LeaseState = LeaseState.ALIVE
     evicted_for: str = ""
     """Stable code of the eviction."""
@@ -81,6 +83,11 @@ class Member:
     tokens_merged: int = 0
     missed: Counter[str] = field(default_factory=Counter)
     """Requested contributions that are in no version, by code."""
+
+    def least(self, process_id: str, began: float) -> float:
+        """When a process started that says `began` now, by what this one and the one before it have said."""
+        known = dict(filter(None, [self.previous, (self.process_id, self.began)]))
+        return min(began, known.get(process_id, began))
 
     @property
     def live(self) -> bool:
@@ -168,7 +175,7 @@ class Membership:
         """Check whether this process, which started at `began`, may join.
 
         Of two processes with one id, the one that started later has the id, at every shard: otherwise each could hold
-        some shards for ever. Shards measure the start by how long a Join took, so of two that started within
+        some shards for ever. A shard knows a start only as well as the Join was quick, so of two that started within
         `JOIN_WITHIN_S` the greater process id counts as later. A process without a lease never blocks another.
 
         Raises Superseded if the process that holds the lease is the later one.
@@ -176,7 +183,7 @@ class Membership:
         old = self._members.get(learner_id)
         if old is None or not old.live or old.process_id == process_id:
             return
-        younger_s = began - old.began
+        younger_s = old.least(process_id, began) - old.began
         is_later = process_id > old.process_id if abs(younger_s) <= JOIN_WITHIN_S else younger_s > 0
         if not is_later:
             raise superseded(learner_id)
@@ -193,12 +200,13 @@ class Membership:
         member.index = self._index(learner_id, index)
         if old is None or old.process_id != process_id:
             member.first_generation = member.generation
+            member.previous = None if old is None else (old.process_id, old.began)
         else:
-            member.first_generation = old.first_generation
-            member.began = min(member.began, old.began)  # a slow Join makes a process look younger than it is
+            member.first_generation, member.previous = old.first_generation, old.previous
             member.reports, member.idle_rounds, member.silent_rounds = old.reports, old.idle_rounds, old.silent_rounds
             member.arrivals = old.arrivals
         if old is not None:
+            member.began = old.least(process_id, member.began)
             member.asked, member.contributed, member.merged = old.asked, old.contributed, old.merged
             member.tokens_merged, member.missed = old.tokens_merged, old.missed
             member.had_last, member.last_tries = old.had_last, old.last_tries

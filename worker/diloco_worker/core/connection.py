@@ -35,6 +35,8 @@ class Caller:
     process_id: str
     rank: int = 0
     """Rank of this process within its island."""
+    born: float = 0.0
+    """When it took its `process_id`, by its own clock, in seconds."""
 
     @property
     def identity(self) -> Identity:

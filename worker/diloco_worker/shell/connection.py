@@ -71,8 +71,7 @@ class Connection:
         self._progress = progress
         self._last_rounds: frozenset[int] | None = None  # None: the learner is not leaving
         self._has_progress = asyncio.Event()
-        self._born = context.world.clock()
-        self._down_since: float | None = self._born
+        self._down_since: float | None = context.world.clock()
         self._fault: DilocoError | None = None  # an error found elsewhere, which ends the control stream
         self._deadline: asyncio.Timeout | None = None  # for the next message on the control stream
         self.why_down: DilocoError | None = None
@@ -236,8 +235,8 @@ class Connection:
         )
 
     async def _ask_for_lease(self) -> JoinAnswer:
-        """Join, a second time if it took long: meanwhile this process seemed younger than it is, which decides between
-        two processes with the same id."""
+        """Join, a second time if it took long: by the time on the way, this process then seems younger than it is, and
+        its age decides between two processes with the same id."""
         state, clock = self.state, self._c.world.clock
         for _ in range(2):
             asked = clock()
@@ -245,7 +244,8 @@ class Connection:
                 PROTOCOL, self._c.caller.process_id, self._c.tensors, offered_names(),
                 held=self._c.codec.held(state.fragment_ids), frozen=self._c.frozen,
                 ties=self._c.ties, index=self._c.index if state.index is None else state.index,
-                age_s=asked - self._born, tokens_seen=self._c.codec.tokens_seen(state.fragment_ids), site=self._c.site,
+                age_s=asked - self._c.caller.born, tokens_seen=self._c.codec.tokens_seen(state.fragment_ids),
+                site=self._c.site,
             )  # fmt: skip
             answer = await self._transport.join(self._c.caller.identity, request, CALL_S)
             if clock() - asked <= JOIN_WITHIN_S:  # most take milliseconds
