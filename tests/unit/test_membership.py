@@ -76,9 +76,7 @@ def come(members: Membership, process_id: str, now: float, age_s: float = 0.0) -
         (3.0, 50.0, 1000.0, True),  # whose lease is over by then
     ],
 )
-def test_of_two_processes_with_one_id_the_one_that_began_later_has_it(
-    members: Membership, first_age_s: float, second_age_s: float, later_s: float, has_it: bool
-) -> None:
+def test_of_two_with_one_id_the_one_that_began_later_has_it(members, first_age_s, second_age_s, later_s, has_it):
     come(members, "process 2", 0.0, first_age_s)  # whatever their ids
     members.expire(later_s)
     with nullcontext() if has_it else pytest.raises(Superseded):
@@ -87,28 +85,26 @@ def test_of_two_processes_with_one_id_the_one_that_began_later_has_it(
 
 @pytest.mark.parametrize("took_s", [(0.0, 0.0), (0.9, 0.0), (0.0, 0.9)])
 @pytest.mark.parametrize("first", [0, 1])
-def test_of_two_that_began_together_all_shards_have_the_same_one(
-    members: Membership, first: int, took_s: tuple[float, float]
-) -> None:
+def test_of_two_that_began_together_all_shards_have_the_same_one(members, first, took_s) -> None:
     """Whichever came first, and however long their Joins took: else each may hold one shard of two, for ever."""
     come(members, f"process {first}", 2.0, age_s=2.0 - took_s[first])
     with nullcontext() if first == 0 else pytest.raises(Superseded):
         come(members, f"process {1 - first}", 2.0, age_s=2.0 - took_s[1 - first])
 
 
-@pytest.mark.parametrize("joins", [[(7.0, 0.0), (8.0, 8.0)], [(1.0, 1.0), (7.0, 0.0)]], ids=["first", "second"])
-def test_a_process_that_joins_again_is_as_old_as_it_ever_was(members: Membership, joins) -> None:
-    """One of its Joins was on the way for 7 s."""
-    for now, age_s in joins:
-        come(members, "process 2", now, age_s)
-    come(members, "process 1", 9.0, age_s=3.0)
-
-
-def test_a_join_of_the_process_before_that_was_on_its_way_for_long_takes_nothing_back(members: Membership) -> None:
-    come(members, "process 1", 1.0, age_s=1.0)
-    come(members, "process 2", 4.0, age_s=1.0)
-    with pytest.raises(Superseded):
-        come(members, "process 1", 9.0, age_s=2.0)
+@pytest.mark.parametrize(
+    ("joins", "last", "has_it"),
+    [
+        ([(2, 7.0, 0.0), (2, 8.0, 8.0)], (1, 9.0, 3.0), True),
+        ([(2, 1.0, 1.0), (2, 7.0, 0.0)], (1, 9.0, 3.0), True),
+        ([(1, 1.0, 1.0), (2, 4.0, 1.0)], (1, 9.0, 2.0), False),
+    ],
+)
+def test_a_join_that_was_on_its_way_for_long_makes_no_process_younger(members, joins, last, has_it) -> None:
+    for number, now, age_s in joins:
+        come(members, f"process {number}", now, age_s)
+    with nullcontext() if has_it else pytest.raises(Superseded):
+        come(members, f"process {last[0]}", *last[1:])
 
 
 # Joined at 0, heard at the given times with the given inner steps; the lease is 6 s.
