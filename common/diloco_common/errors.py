@@ -296,7 +296,7 @@ class WrongIdentity(Refusal):
 
 
 class Revoked(Refusal):
-    """The certificate or token is on the deny-list."""
+    """The certificate is on the deny-list."""
 
     status = "UNAUTHENTICATED"
     do = "Ask the operator of the run for another one."
@@ -304,7 +304,7 @@ class Revoked(Refusal):
 
 
 class Expired(Refusal):
-    """The certificate or token has expired."""
+    """The certificate has expired."""
 
     status = "UNAUTHENTICATED"
     do = "Issue another one: no restart is needed."

@@ -107,9 +107,9 @@ class GuardSettings(Section):
 
     trust: Literal["members", "strangers"] = "members"
     """"members": learners may be slow, away, diverged or on broken hardware, but do not cheat. The longest contribution
-    of a round counts as long as the second longest, and claims are believed. "strangers": learners may cheat. Then the
-    longest counts as long as the median, weights and tokens count at most as much as the median's, and a round needs
-    more than half of the learners that answer."""
+    of a round counts for at most twice the second longest, and claims are believed. "strangers": learners may cheat.
+    Then the longest counts as long as the median, weights and tokens count at most as much as the median's, and a round
+    needs more than half of the learners that answer."""
 
 
 class LeaseSettings(Section):

@@ -163,7 +163,8 @@ def _why_fragments(asked: PlannedRun, fragments: int) -> str:
         return f"the default: {units.count(asked.params / fragments)} parameters each"
     if fragments > FRAGMENTS:
         return "one for each shard"
-    return "fewer than 24, as each contribution costs a shard 1.6 ms however small it is (docs/performance.md)"
+    takes = f"a core of a shard takes {formulas.CALLS_PER_S:.0f} contributions a second"
+    return f"fewer than {FRAGMENTS}, as {takes} (docs/performance.md)"
 
 
 class _Machines(NamedTuple):

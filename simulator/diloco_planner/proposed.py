@@ -153,7 +153,7 @@ class PlannedTask:
     days: float | None = None
     """Deadline; None: there is none."""
     budget: float | None = None
-    """Most to spend, in the file's currency."""
+    """Budget, in the file's currency."""
     has_companions: bool = False
     """Whether momentum is averaged, too."""
 
@@ -170,7 +170,7 @@ class PlannedTask:
     def holds(self, plan: LearnerPlan) -> bool:
         return self.least_chips(plan) <= plan.island.chips
 
-    def allows(self, way: Way) -> bool:
+    def allows(self, way: TrainingMethod) -> bool:
         """Whether it is in time, and within the budget."""
         in_time = self.days is None or way.days <= self.days
         return in_time and (self.budget is None or way.money <= self.budget)
@@ -204,7 +204,7 @@ class PlannedTask:
 
 
 @dataclass(frozen=True)
-class Way:
+class TrainingMethod:
     name: str
     goodput: float
     tokens_per_s: float
@@ -220,7 +220,7 @@ class Way:
 
 def decoupled(
     task: PlannedTask, learners: Sequence[LearnerPlan], asked: PlannedRun, choice: Choice, name: str, why: str
-) -> Way:
+) -> TrainingMethod:
     """Decoupled training, with shards at their home site, or where all learners are. Each learner sends at its own
     pace, and receives the versions that the fastest one causes."""
     encodings, every, until = choice.encodings, choice.every, task.hours * 3600
@@ -240,7 +240,7 @@ def decoupled(
     return _way(task, learners, name, rate, egress_per_s, shards, why, (asked, choice))
 
 
-def parallel(task: PlannedTask, learners: Sequence[LearnerPlan], name: str) -> Way:
+def parallel(task: PlannedTask, learners: Sequence[LearnerPlan], name: str) -> TrainingMethod:
     """Data-parallel training, elastic if all islands are. A step waits for its exchange over the thinnest link."""
     elastic, sent = all(plan.island.elastic for plan in learners), Sent(task.params, 0, 0, 1)
     rate = _rate(learners) * data_parallel(learners, sent, task.hours * 3600, elastic=elastic)
@@ -255,7 +255,7 @@ def parallel(task: PlannedTask, learners: Sequence[LearnerPlan], name: str) -> W
     return _way(task, learners, name, rate, egress_per_s, 0.0, why)
 
 
-def alone(task: PlannedTask, site: Site, asked: PlannedRun) -> Way:
+def alone(task: PlannedTask, site: Site, asked: PlannedRun) -> TrainingMethod:
     """One site alone, by the better of both ways inside it, where links cost nothing. `asked`: the plan for it."""
     learners, name = task.of([site.name]), f"only {site.name}"
     in_step = parallel(task, learners, name)
@@ -270,13 +270,13 @@ def alone(task: PlannedTask, site: Site, asked: PlannedRun) -> Way:
 def _way(
     task: PlannedTask, learners: Sequence[LearnerPlan], name: str, rate: float, egress_per_s: float,
     shards_per_s: float, why: str, settled: tuple[PlannedRun, Choice] | None = None,
-) -> Way:  # fmt: skip
+) -> TrainingMethod:  # fmt: skip
     """`rate`: tokens per second; the others are costs per second."""
     seconds = task.tokens / rate if rate else math.inf
     egress = _times(egress_per_s, seconds)
     chips_per_s = sum(task.described.chips_hour(plan) for plan in learners) / 3600
     spent = egress + _times(shards_per_s + chips_per_s, seconds)
-    return Way(name, rate / _rate(learners), rate, seconds / 86_400, spent, egress, why, settled)
+    return TrainingMethod(name, rate / _rate(learners), rate, seconds / 86_400, spent, egress, why, settled)
 
 
 def _times(price: float, amount: float) -> float:

@@ -23,7 +23,7 @@ from diloco_common.options import NO_SETTINGS, Json, number, refuse_idle, settin
 from diloco_common.settings import Settings
 from diloco_common.wire.calls import SAY_EVERY_S
 from diloco_planner.chips import Island
-from diloco_planner.choice import FULL
+from diloco_planner.choice import DEFAULTS, EVERY, FRAGMENTS, FULL
 from diloco_planner.described import Described, read
 from diloco_planner.plans import LEARNERS, LearnerPlan, RunOutcome, ShardPlan, refuse_restless
 from diloco_planner.proposed import Sent, baselines
@@ -87,12 +87,12 @@ class FleetOptions:
 class SyncOptions:
     """How often they synchronize, and what moves."""
 
-    h: Annotated[int, Parameter(converter=_WHOLE, metavar="H", help="inner steps between two rounds")] = 24
-    fragments: Annotated[int, Parameter(converter=_WHOLE, metavar="P", help="fragments")] = 24
-    quorum: Annotated[str, Parameter(metavar="K", help="contributions that let a round close, or all")] = "1"
-    grace: Annotated[str, Parameter(metavar="SECONDS", help="a round stays open for, or adaptive")] = "adaptive"
-    push: Annotated[_Encoding, Parameter(help="encoding of contributions")] = "int8"
-    pull: Annotated[_Encoding, Parameter(help="of versions")] = "bfloat16"
+    h: Annotated[int, Parameter(converter=_WHOLE, metavar="H", help="inner steps between two rounds")] = EVERY
+    fragments: Annotated[int, Parameter(converter=_WHOLE, metavar="P", help="fragments")] = FRAGMENTS
+    quorum: Annotated[str, Parameter(metavar="K", help="that let a round close, or all")] = str(DEFAULTS.quorum)
+    grace: Annotated[str, Parameter(metavar="SECONDS", help="a round stays open for")] = str(DEFAULTS.grace)
+    push: Annotated[_Encoding, Parameter(help="encoding of contributions")] = DEFAULTS.push  # type: ignore[assignment]
+    pull: Annotated[_Encoding, Parameter(help="of versions")] = DEFAULTS.pull
 
     def settings(self) -> Settings:
         """Raises ConfigError."""
@@ -112,8 +112,8 @@ def simulate(
     seed: Annotated[int, Parameter(metavar="SEED", help="of everything that is drawn")] = 0,
     json: Json = False,
 ) -> int:
-    """Simulate a run on so many chips: what its failures cost, what the cores decide, and what other ways of training
-    would have come to. One simulated day of a million chips takes a quarter of a minute.
+    """Simulate a run on so many chips: what its failures cost, what the cores decide, and what other training methods
+    would have achieved. One simulated day of a million chips takes a quarter of a minute.
     """
     described = who.described()
     plans, settings = who.plans(described), sync.settings()

@@ -14,7 +14,7 @@ from diloco_common.settings import EVERY_MOST
 from diloco_planner.choice import EVERY_MEASURED, INSIDE, Choice, PlannedRun, choose, link_words
 from diloco_planner.described import Site
 from diloco_planner.plans import LearnerPlan, Link
-from diloco_planner.proposed import ALIKE, ROOM, PlannedTask, Way, alone, decoupled, parallel
+from diloco_planner.proposed import ALIKE, ROOM, PlannedTask, TrainingMethod, alone, decoupled, parallel
 
 LONGER = 2.0
 """Sites whose links need an H of unmeasured quality are left out if the others take at most this many times as long."""
@@ -29,7 +29,7 @@ class Weighed:
     """All ways that machines and links allow, and which to take."""
 
     task: PlannedTask
-    ways: tuple[Way, ...]
+    ways: tuple[TrainingMethod, ...]
     verdict: PlanVerdict
     asked: PlannedRun
     choice: Choice
@@ -96,8 +96,8 @@ class Together:
     where: str
     asked: PlannedRun
     choice: Choice
-    ours: Way | None
-    over: Way | None
+    ours: TrainingMethod | None
+    over: TrainingMethod | None
     """Data-parallel training. None, like `ours`, for a single site."""
 
     @classmethod
@@ -159,11 +159,17 @@ def _every_of(task: PlannedTask, base: PlannedRun, site: str) -> int:
 class PlanVerdict(NamedTuple):
     words: str
     because: str
-    way: Way | None = None
+    way: TrainingMethod | None = None
     """None: none works."""
 
 
-def _verdict_of(task: PlannedTask, where: str, ours: Way | None, over: Way | None, apart: Sequence[Way]) -> PlanVerdict:
+def _verdict_of(
+    task: PlannedTask,
+    where: str,
+    ours: TrainingMethod | None,
+    over: TrainingMethod | None,
+    apart: Sequence[TrainingMethod],
+) -> PlanVerdict:
     """`over`: data-parallel over all links; `apart`: each site alone. None: that way is not possible."""
     some = [way for way in (ours, over, *apart) if way is not None and way.goodput > ALIKE]
     if not some:
@@ -201,7 +207,7 @@ def _verdict_of(task: PlannedTask, where: str, ours: Way | None, over: Way | Non
     ), ours)  # fmt: skip
 
 
-def _words_of_one(task: PlannedTask, way: Way) -> str:
+def _words_of_one(task: PlannedTask, way: TrainingMethod) -> str:
     """The recommendation if there is only one site."""
     name = way.name.removeprefix("only ")
     if len(task.described.sites) > 1:
@@ -209,14 +215,14 @@ def _words_of_one(task: PlannedTask, way: Way) -> str:
     return "use data-parallel training instead" if way.settled is None else f"train decoupled, inside {name}"
 
 
-def _beside(task: PlannedTask, way: Way, rivals: Sequence[Way]) -> str:
+def _beside(task: PlannedTask, way: TrainingMethod, rivals: Sequence[TrainingMethod]) -> str:
     """Days and cost of a way, compared with those of others."""
     days = [_days_of(one.days) for one in (way, *rivals[:1])]
     prices = [_money_of(task, one) for one in (way, *rivals[:1])]
     return f"it needs {' beside '.join(days)}" + (f", for {' beside '.join(prices)}" if task.described.date else "")
 
 
-def _is_as_good(over: Way, best: Way) -> bool:
+def _is_as_good(over: TrainingMethod, best: TrainingMethod) -> bool:
     """Whether data-parallel is as good as the best way. As it learns a little more, it may take a little more."""
     return (
         over.goodput >= best.goodput - ALIKE and over.days <= SLOWER * best.days and over.money <= SLOWER * best.money
@@ -227,7 +233,7 @@ def _days_of(days: float) -> str:
     return "never" if math.isinf(days) else f"{days:,.1f} days" if days >= 1 else f"{24 * days:.2g} hours"
 
 
-def _money_of(task: PlannedTask, way: Way) -> str:
+def _money_of(task: PlannedTask, way: TrainingMethod) -> str:
     return f"{way.money:,.0f} {task.described.currency}".strip()
 
 

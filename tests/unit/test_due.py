@@ -186,26 +186,26 @@ def test_the_smallest_h_leaves_room(measured: Measured, every: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("every", "carries", "late", "may_fall", "then"),
+    ("every", "carries", "absent", "may_fall", "then"),
     [
         (24, 24, 0.0, True, 24),
         (24, 36, 0.0, False, 36),
         (24, 200, 0.0, False, 48),  # at most twice
-        (24, 2, 0.03, True, 48),  # late, whatever the reason
+        (24, 2, 0.03, True, 48),  # absent, whatever the reason
         (24, 2, 0.02, True, 18),  # a quarter less, at most
         (24, 2, 0.0, False, 24),
         (7, 1, 0.0, True, 6),  # the least
         (400, 900, 0.5, False, 500),
     ],
 )
-def test_h_follows_slowly_and_within_bounds(every: int, carries: int, late: float, may_fall: bool, then: int) -> None:
-    assert following(every, carries, late, EVERY_LEAST, EVERY_MOST, may_fall=may_fall) == then
+def test_h_follows_slowly_and_within_bounds(every: int, carries: int, absent: float, may_fall: bool, then: int) -> None:
+    assert following(every, carries, absent, EVERY_LEAST, EVERY_MOST, may_fall=may_fall) == then
 
 
-def look(every: Every, carries_s: float, late: int = 0, fragments: int = 4) -> str:
+def look(every: Every, carries_s: float, absent: int = 0, fragments: int = 4) -> str:
     """One pass over all fragments, and enough contributions."""
     while not every.is_time(fragments):
-        every.closed(ASKED // fragments - late, late)
+        every.closed(ASKED // fragments - absent, absent)
     return every.look(Measured(1.0, push_s=carries_s))
 
 
@@ -221,7 +221,7 @@ def test_h_that_fell_too_far_falls_later_the_next_time() -> None:
     every.steps = 24
     for _ in range(3):
         waits.append(next(i for i in range(1, 100) if look(every, 3.0)))
-        assert (every.steps, look(every, 3.0, late=1)) == (18, "8.3% late")
+        assert (every.steps, look(every, 3.0, absent=1)) == (18, "8.3% absent")
         every.steps = 24
     assert waits == [QUIET, 2 * QUIET, 4 * QUIET]
 

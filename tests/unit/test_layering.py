@@ -86,7 +86,7 @@ PRODUCTION = frozenset({
     "diloco_common.wire.protobuf", "diloco_common.wire.rpc", "diloco_server.shell.access",
     "diloco_server.shell.health", "diloco_server.shell.server", "diloco_server.shell.servicer",
     "diloco_common.trust.credentials", "diloco_common.wire.grpc_transport", "diloco_worker.joining",
-    "diloco_worker.shell.network_thread", "diloco_worker.number", "grpc", "secrets", "ssl", "threading", "time",
+    "diloco_worker.shell.network_thread", "grpc", "secrets", "ssl", "threading", "time",
 })  # fmt: skip
 """The other world: the simulator runs the shells, and nothing of this."""
 RULES = {
@@ -111,7 +111,6 @@ RULES = {
     "diloco_worker": allow("diloco_worker", "diloco_common", never=CLOCKS_AND_CHANCE | NETWORK),
     "diloco_common.wire.grpc_transport": allow("diloco_common", "diloco_protos", never=CLOCKS_AND_CHANCE | TORCH),
     "diloco_worker.joining": allow("diloco_worker", "diloco_common", never=NETWORK),
-    "diloco_worker.number": allow("diloco_worker", "diloco_common", never=NETWORK),
     "diloco_worker.core": core("diloco_worker"),
     "diloco_simulator": allow("diloco_simulator", "diloco_common", "diloco_server", "diloco_worker", never=PRODUCTION),
     "diloco_simulator.world.transport": allow(

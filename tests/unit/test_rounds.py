@@ -10,7 +10,7 @@ import torch
 
 from builders import make_contribution
 from diloco_common.wire.messages import Outcome, Progress
-from diloco_server.core.arrivals import Arrivals, Call, Expected, Reports, next_boundary
+from diloco_server.core.arrivals import Arrivals, Expected, Reports, RoundRequest, next_boundary
 from diloco_server.core.ledger import RoundClosed
 from diloco_server.core.patience import adaptive_s
 from diloco_server.core.round import Contribution, Quorum, Round
@@ -38,30 +38,28 @@ def make_round(
 
 
 @pytest.mark.parametrize(
-    ("quorum", "arrivals", "more", "now", "closes", "why"),
+    ("quorum", "arrivals", "more", "now", "why"),
     [
-        (2, [], {}, 9.0, False, "0/3 contributions"),
-        (2, [("a", 0.0)], {}, 9.0, False, "1/2 contributions"),
-        (2, [("a", 0.0), ("b", 1.0)], {}, 3.0, False, "3.000 s of grace left"),
-        (2, [("a", 0.0), ("b", 1.0)], {}, 6.0, True, "grace"),
-        (2, [("a", 0.0), ("b", 1.0), ("c", 2.0)], {}, 2.0, True, "all"),
-        (1, [("a", 1.0)], {}, 5.9, False, "0.100 s of grace left"),
-        ("all", [("a", 0.0), ("b", 1.0)], {}, 1e9, False, "2/3 contributions"),
-        ("all", [("a", 0.0), ("b", 1.0), ("c", 2.0)], {}, 2.0, True, "all"),
-        ("all", [("a", 0.0), ("b", 1.0), ("c", 2.0)], {"lost": "x"}, 2.0, True, "all"),  # nobody has asked x
-        ("all", [("a", 0.0), ("b", 1.0)], {"lost": "c"}, 1.0, True, "lease"),
-        ("all", [("a", 0.0)], {"lost": "bc"}, 1.0, True, "lease"),
-        ("all", [("a", 0.0), ("b", 1.0)], {"refused": "c"}, 1.0, True, "all"),
-        (3, [("a", 0.0)], {"lost": "c"}, 1e9, False, "1/3 contributions"),
-        (2, [("a", 0.0), ("b", 1.0)], {"lost": "b"}, 9.0, False, "1/2 contributions"),  # fenced: below quorum again
-        (1, [], {"refused": "ab"}, 9.0, False, "0/3 contributions"),
+        (2, [], {}, 9.0, None),
+        (2, [("a", 0.0)], {}, 9.0, None),
+        (2, [("a", 0.0), ("b", 1.0)], {}, 3.0, None),
+        (2, [("a", 0.0), ("b", 1.0)], {}, 6.0, "grace"),
+        (2, [("a", 0.0), ("b", 1.0), ("c", 2.0)], {}, 2.0, "all"),
+        (1, [("a", 1.0)], {}, 5.9, None),
+        ("all", [("a", 0.0), ("b", 1.0)], {}, 1e9, None),
+        ("all", [("a", 0.0), ("b", 1.0), ("c", 2.0)], {}, 2.0, "all"),
+        ("all", [("a", 0.0), ("b", 1.0), ("c", 2.0)], {"lost": "x"}, 2.0, "all"),  # nobody has asked x
+        ("all", [("a", 0.0), ("b", 1.0)], {"lost": "c"}, 1.0, "lease"),
+        ("all", [("a", 0.0)], {"lost": "bc"}, 1.0, "lease"),
+        ("all", [("a", 0.0), ("b", 1.0)], {"refused": "c"}, 1.0, "all"),
+        (3, [("a", 0.0)], {"lost": "c"}, 1e9, None),
+        (2, [("a", 0.0), ("b", 1.0)], {"lost": "b"}, 9.0, None),  # fenced: below quorum again
+        (1, [], {"refused": "ab"}, 9.0, None),
     ],
 )
-def test_a_round_closes_on_quorum_and_grace_or_when_nobody_is_missing(quorum, arrivals, more, now, closes, why) -> None:
+def test_a_round_closes_on_quorum_and_grace_or_when_nobody_is_missing(quorum, arrivals, more, now, why) -> None:
     made = make_round("abc", arrivals, quorum, **more)
-    reason, words = made.verdict(quorum, (made.quorum_at or 0.0) + GRACE_S, now)
-    assert (reason is not None, words) == (closes, why)
-    assert reason in (None, words)
+    assert made.verdict(quorum, (made.quorum_at or 0.0) + GRACE_S, now) == why
 
 
 @pytest.mark.parametrize(
@@ -141,21 +139,21 @@ def test_a_learner_answers_at_its_next_step_boundary(reported_at, step_s, now, b
 
 def test_an_arrival_is_the_boundary_plus_the_usual_lag_plus_the_bytes_over_the_measured_link() -> None:
     arrivals = Arrivals()
-    call = Call(1, {arrivals: Expected(10.5)})
+    call = RoundRequest(1, {arrivals: Expected(10.5)})
     assert arrivals.expected_at(call, 1000) == pytest.approx(10.5)  # nothing is known yet
 
     arrivals.header(call, 10.7, wanted=True)
     assert arrivals.expected_at(call, 1000) == pytest.approx(10.7)
     arrivals.bytes_came(call, 1000, 12.7)
 
-    assert arrivals.expected_at(Call(5, {arrivals: Expected(21.0)}), 4000) == pytest.approx(21.0 + 0.2 + 8.0)
-    assert arrivals.expected_at(Call(5, {}), 4000) == math.inf, "it was not asked"
+    assert arrivals.expected_at(RoundRequest(5, {arrivals: Expected(21.0)}), 4000) == pytest.approx(21.0 + 0.2 + 8.0)
+    assert arrivals.expected_at(RoundRequest(5, {}), 4000) == math.inf, "it was not asked"
 
 
 def test_a_link_that_nothing_measures_any_more_is_believed_better_with_every_round() -> None:
     arrivals = Arrivals(s_per_element=1.0)
     for round_number in range(1, 101):
-        arrivals.header(Call(round_number, {arrivals: Expected(1.0)}), 9.0, wanted=False)
+        arrivals.header(RoundRequest(round_number, {arrivals: Expected(1.0)}), 9.0, wanted=False)
     assert arrivals.s_per_element < 1e-4
 
 

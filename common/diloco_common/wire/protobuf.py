@@ -79,7 +79,9 @@ def parse(kind: type[M], data: bytes | None) -> M:
     try:
         message: M = kind.FromString(data)
     except DecodeError:
-        raise errors.BadRequest(f"{len(data)} bytes came that are no {kind.DESCRIPTOR.name} of diloco.v1") from None
+        raise errors.BadRequest(
+            f"received {len(data)} bytes that are not a valid diloco.v1.{kind.DESCRIPTOR.name}"
+        ) from None
     return message
 
 

@@ -259,7 +259,7 @@ class SeenLearner:
             "role": "worker", "name": self.learner_id, "state": self.state, "inner_step": self.inner_step,
             "tokens": self.tokens, "unit": self.unit, "loss": self.loss, "step_time_s": self.step_time_s,
             "tokens_per_s": self.tokens_per_s,
-            "contributions": {"merged": self.counts["merged"], "carried": self.missed["ABSENT"]},
+            "contributions": {"merged": self.counts["merged"]},
             "from": "shards",
         }  # fmt: skip
 

@@ -136,7 +136,7 @@ def roll_call(
 
     `over`: reasons for members whose certificate has expired.
     """
-    call = _Call(asked, answers, record, now)
+    call = _RollCall(asked, answers, record, now)
     found = [*call.shards(), *call.workers()]
     named = {present.name for present in found}
     found += [
@@ -182,7 +182,7 @@ def _again(one: Present, recorded: MemberRecord | None) -> str:
     return ""
 
 
-class _Call:
+class _RollCall:
     def __init__(
         self, asked: Mapping[str, str], answers: Mapping[str, Status], record: ClusterRecord | None, now: float
     ) -> None:

@@ -259,7 +259,7 @@ def doctor(
     addresses = () if (shard or device) and shards is None else settings.worker.shards
     if not addresses and not shard and not device:
         raise ConfigError(
-            "what should be looked at? Name the shards (--shards ps-0:50051,ps-1:50051), or the --folder of "
-            "`diloco up`, or say --shard: this machine, or --device cuda"
+            "nothing to check: give --shards ps-0:50051,ps-1:50051, the --folder of `diloco up`, --shard (this "
+            "machine) or --device cuda"
         )
     return examine(Patient(settings, addresses, shard, params, step_time, learners, folder, device), as_json=json)

@@ -79,7 +79,7 @@ def same_bits(work: Callable[[], Sequence[Tensor]], soak_s: float, clock: Callab
         times += 1
     if wrong:
         return failure(
-            "DEVICE_WRONG", f"{wrong} of {times - 1} repetitions came to other bits", times=times, wrong=wrong
+            "DEVICE_WRONG", f"{wrong} of {times - 1} repetitions gave different bits", times=times, wrong=wrong
         )
     return ok(f"{times} times the same matrix products and optimizer steps, and the same bits", times=times)
 

@@ -64,11 +64,10 @@ RUN_TOML = """\
 
 [run]
 id = "{run}"                # learners and shards of other runs are refused
-tokens = 200_000            # the run ends when so many tokens are merged; 2M and 1.5e9 will do, as text: "2M"
+tokens = 200_000            # the run ends after this many merged tokens; text such as "2M" also works
 
 [sync]
-fragments = 4               # the model is cut into so many, each synchronized on its own
-sync_every = 24             # inner steps between two rounds of a fragment
+fragments = 4               # parts of the model, each synchronized on its own
 quorum = 1                  # contributions that let a round close
 
 [cluster]                   # of `diloco up` alone, which trains the built-in model

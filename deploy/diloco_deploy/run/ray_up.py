@@ -196,8 +196,8 @@ class _RayRun:
     def _is_dead(self, name: str) -> None:
         if name.startswith("shard"):
             self._note(name, "lost")
-            raise DilocoError(f"{name}: its actor died and is not made again, so a part of the model is away")
-        _say(f"{name}: its actor died and is not made again")
+            raise DilocoError(f"{name}: its actor died and will not be restarted, so part of the model is unavailable")
+        _say(f"{name}: its actor died and will not be restarted")
         self._looks[name] = Look("", 0, False, Action.LOST, 0, ())
         self._note(name, "lost")
 

@@ -63,7 +63,7 @@ class Expected:
 
 
 @dataclass(slots=True)
-class Call:
+class RoundRequest:
     """The request of a fragment's last round. It outlives the round, so that late answers are measured too."""
 
     round: int
@@ -84,7 +84,7 @@ class Arrivals:
     until its last byte is handed over. None: it has pulled none."""
     pulled_at: float = 0.0
 
-    def header(self, call: Call, now: float, *, wanted: bool) -> None:
+    def header(self, call: RoundRequest, now: float, *, wanted: bool) -> None:
         """The header of a push that answers this call arrived. `wanted`: its bytes will follow."""
         expected = call.expected.get(self)
         if expected is None or expected.begun_at is not None:
@@ -96,7 +96,7 @@ class Arrivals:
             self.s_per_element *= 0.9  # hope: unless it is asked again, nothing measures the link
         expected.begun_at, expected.is_measured = now if wanted else math.inf, not wanted
 
-    def bytes_came(self, call: Call, num_elements: int, now: float) -> None:
+    def bytes_came(self, call: RoundRequest, num_elements: int, now: float) -> None:
         """All bytes of a push arrived. Measured once per contribution: more may follow if it comes in parts."""
         expected = call.expected.get(self)
         if expected is None or expected.begun_at is None or expected.is_measured:
@@ -110,7 +110,7 @@ class Arrivals:
         took_s, self.pulled_at = now - max(announced_at, self.pulled_at), now
         self.pull_s = took_s if self.pull_s is None else self.pull_s + ALPHA * (took_s - self.pull_s)
 
-    def expected_at(self, call: Call, num_elements: int) -> float:
+    def expected_at(self, call: RoundRequest, num_elements: int) -> float:
         """When the contribution should arrive; inf: not expected. `num_elements`: of the fragment."""
         expected = call.expected.get(self)
         if expected is None:

@@ -21,8 +21,9 @@ Each of these has to fit in half of that time; pulls in three quarters, because 
     shard    the shard merges and publishes all its fragments
     round    one fragment goes round, including all waits
 
-If more than 2 % of the requested contributions arrive late, H is too small, whatever the reason. A learner contributes
-to a fragment again only after it has pulled the version before, so a queue of versions makes it late.
+If more than 2 % of the requested contributions are absent when rounds close, H is too small, whatever the reason. A
+learner contributes to a fragment again only after it has pulled the version before, so a queue of versions makes it
+absent.
 
 H at most doubles in one change. It falls by at most a quarter, and only after it was too large several times in a row;
 that number doubles whenever a fall proves to be too far.
@@ -47,10 +48,10 @@ from diloco_server.core.versions import Versions
 
 ROOM, PULL_ROOM = 0.5, 0.75
 """The share of H steps that one part of the way may take."""
-LATE = 0.02
-"""The share of requested contributions that may be late."""
-ASKED = round(1 / LATE)
-"""Requested contributions needed to measure that share: one late one is the share itself."""
+ABSENT = 0.02
+"""The share of requested contributions that may be absent."""
+ASKED = round(1 / ABSENT)
+"""Requested contributions needed to measure that share: one absent one is the share itself."""
 STEP = 0.25
 """H changes by at least this share, and falls by at most this share."""
 QUIET, QUIET_MOST = 2, 64
@@ -73,10 +74,10 @@ def carried(measured: Measured) -> int:
     return max(1, math.ceil(max(half_s, measured.pull_s / PULL_ROOM) / measured.step_s))
 
 
-def following(every: int, carries: int, late: float, least: int, most: int, *, may_fall: bool) -> int:
-    """The next H. `late`: the share of requested contributions that came late. `least`, `most`: the allowed range."""
+def following(every: int, carries: int, absent: float, least: int, most: int, *, may_fall: bool) -> int:
+    """The next H. `absent`: the share of requested contributions that were. `least`, `most`: the allowed range."""
     wanted = every
-    if late > LATE:
+    if absent > ABSENT:
         wanted = 2 * every
     elif carries > every * (1 + STEP) or (carries <= every * (1 - STEP) and may_fall):
         wanted = min(max(carries, math.ceil(every * (1 - STEP))), 2 * every)
@@ -91,38 +92,42 @@ class Every:
         self.announced_at: dict[int, float] = {}
         """Fragment -> when its latest version was announced."""
         self._is_auto = sync.sync_every == "auto"
-        self._rounds = self._asked = self._late = 0  # since the last look
+        self._rounds = self._asked = self._absent = 0  # since the last look
         self._settles = True  # rounds opened under the previous H may still close
         self._quiet, self._patience, self._fell = 0, QUIET, False
 
-    def closed(self, contributions: int, late: int) -> None:
-        """Count a closed round: its contributions, and the expected ones that were late."""
-        self._rounds, self._asked, self._late = self._rounds + 1, self._asked + contributions + late, self._late + late
+    def closed(self, contributions: int, absent: int) -> None:
+        """Count a closed round: its contributions, and the expected ones that were absent."""
+        self._rounds, self._asked, self._absent = (
+            self._rounds + 1,
+            self._asked + contributions + absent,
+            self._absent + absent,
+        )
 
     def is_time(self, fragments: int) -> bool:
         if not self._is_auto or self._rounds < fragments:
             return False
         if self._settles:
             self._settles = False
-            self._rounds = self._asked = self._late = 0
+            self._rounds = self._asked = self._absent = 0
         return self._asked >= ASKED
 
     def look(self, measured: Measured) -> str:
         """Choose H again. Returns why it changed; empty if it did not."""
         if measured.step_s <= 0:
             return ""
-        before, late, carries = self.steps, self._late / self._asked, carried(measured)
-        self._rounds = self._asked = self._late = 0
-        self._quiet = self._quiet + 1 if carries <= before * (1 - STEP) and late <= LATE / 2 else 0
+        before, absent, carries = self.steps, self._absent / self._asked, carried(measured)
+        self._rounds = self._asked = self._absent = 0
+        self._quiet = self._quiet + 1 if carries <= before * (1 - STEP) and absent <= ABSENT / 2 else 0
         may_fall = self._quiet >= self._patience
-        self.steps = following(before, carries, late, EVERY_LEAST, EVERY_MOST, may_fall=may_fall)
+        self.steps = following(before, carries, absent, EVERY_LEAST, EVERY_MOST, may_fall=may_fall)
         if self.steps == before:
             return ""
         self._settles, self._quiet = True, 0
         if self.steps > before and self._fell:
             self._patience = min(2 * self._patience, QUIET_MOST)
         self._fell = self.steps < before
-        return f"{late:.1%} late" if late > LATE else f"{carries} would do"
+        return f"{absent:.1%} absent" if absent > ABSENT else f"{carries} would do"
 
 
 NEVER = TOKENS_MERGED_MAX

@@ -13,7 +13,7 @@ from diloco_common.errors import Busy
 from diloco_common.wire.manifest import Fragment
 from diloco_common.wire.messages import Collect, Committed, FragmentStatus, Held, PushAnswer, PushHeader, VersionId
 from diloco_server.core.arithmetic import Published, Values
-from diloco_server.core.arrivals import Arrivals, Call, Expected, next_boundary
+from diloco_server.core.arrivals import Arrivals, Expected, RoundRequest, next_boundary
 from diloco_server.core.influence import Influence
 from diloco_server.core.membership import Member
 from diloco_server.core.merge import Latest
@@ -90,7 +90,7 @@ class FragmentState:
     """Tokens merged into it."""
     seen_lost: int = 0
     """The latest version after the recovered one that any learner has proved to hold."""
-    call: Call = field(default_factory=lambda: Call(0, {}), repr=False)
+    call: RoundRequest = field(default_factory=lambda: RoundRequest(0, {}), repr=False)
     """The request of this epoch's last round, open or not."""
     rounds_opened: int = 0
     base_steps: dict[str, int] = field(default_factory=dict)
@@ -180,7 +180,7 @@ class FragmentState:
         self.collected = Round(
             self.version + 1, now, generations, beside=left_out if len(left_out) < len(asked) else frozenset()
         )
-        self.call = Call(self.collected.round, _expected(asked, patience_s, now))
+        self.call = RoundRequest(self.collected.round, _expected(asked, patience_s, now))
         self.rounds_opened += 1
         self.base_steps = dict(steps)
         self.base_tokens |= {m.learner_id: m.reported.tokens for m in asked}

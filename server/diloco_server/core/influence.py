@@ -145,7 +145,7 @@ A learner repeats itself only if its agreement is below this share of the others
 FEW = 16
 """Most members among which one that points away is left out. Among 17, a flip costs 1 %, and rare words look worse."""
 LITTLE = 0.1
-"""Of what another does. A contribution this much shorter is not judged: at a rate of zero, it is only rounding. A
+"""Share of the length of another. A shorter contribution is not judged: at a rate of zero, it is only rounding. A
 learner that changes this much less repeats itself; one that alone pulls in its direction changes 0.4 times as much."""
 ERRORS = 3.0
 """Standard errors beyond which a mean is not chance."""

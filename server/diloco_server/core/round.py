@@ -202,19 +202,13 @@ class Round:
             [c for c in ordered if c.learner_id in self.beside],
         )
 
-    def verdict(self, quorum: Quorum, waits_until: float, now: float) -> tuple[CloseReason | None, str]:
-        """Why the round closes now, or None; and the same in words. With a quorum it stays open until `waits_until`."""
+    def verdict(self, quorum: Quorum, waits_until: float, now: float) -> CloseReason | None:
+        """Why the round closes now, or None. With a quorum it stays open until `waits_until`."""
         if not self.contributions:
-            return None, f"0/{len(self.asked)} contributions"
+            return None
         if not self.awaited:
-            reason = CloseReason.LEASE if self.lost else CloseReason.ALL
-            return reason, str(reason)
-        if self.quorum_at is None:
-            return None, "{}/{} contributions".format(*self._progress(quorum))
-        left_s = waits_until - now
-        if left_s > 0:
-            return None, f"{left_s:.3f} s of grace left"
-        return CloseReason.GRACE, str(CloseReason.GRACE)
+            return CloseReason.LEASE if self.lost else CloseReason.ALL
+        return None if self.quorum_at is None or now < waits_until else CloseReason.GRACE
 
     def lacks_quorum_since(self, then: float) -> bool:
         """Whether the quorum is still missing although every asked learner has had the time since `then`.

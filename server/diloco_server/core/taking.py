@@ -14,7 +14,7 @@ from diloco_common.settings import SyncSettings
 from diloco_common.wire.messages import Outcome, PushAnswer, PushHeader
 from diloco_server.core import admission
 from diloco_server.core.admission import ACCEPTED, DUPLICATE, HELD
-from diloco_server.core.arrivals import Call
+from diloco_server.core.arrivals import RoundRequest
 from diloco_server.core.effects import Outbox, SeedFragment
 from diloco_server.core.fragment import FragmentState, HalfSeed
 from diloco_server.core.ledger import ContributionAnswered, ContributionDropped, QuorumReached, ValuesReplaced
@@ -104,7 +104,7 @@ class Taking:
             self.drop(contribution)
         state.begin_seed(member.learner_id, self._versions.budget.believed(tokens_merged), self._now)
 
-    def _call(self, header: PushHeader) -> Call | None:
+    def _call(self, header: PushHeader) -> RoundRequest | None:
         """The request that a push answers, if it is the fragment's latest."""
         state = self._versions.fragments.get(header.fragment_id)
         return state.call if state is not None and state.call.round == header.round else None

@@ -114,7 +114,7 @@ class Callers:
 
     def _check(self, proof: Proof, *, is_over: bool = False) -> None:
         """Raises Revoked or Expired. `is_over`: raise one in any case, whatever the clock says."""
-        what = f"what proved {proof.subject} (serial {proof.serial})"
+        what = f"the certificate of {proof.subject} (serial {proof.serial})"
         if not self.holds(proof):
             raise Revoked(f"{what} was revoked; if this learner is welcome, issue another")
         if is_over or self._wall_clock() >= proof.expires:

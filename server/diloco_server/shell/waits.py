@@ -19,7 +19,7 @@ from diloco_server.shell.quotas import Bytes
 BODIES_AT_ONCE = 4
 """Most messages of callers without a lease that are read at once. Their sizes are unknown before they arrive."""
 BODIES_WAITING_MAX = 256
-"""Most calls that wait for that. Each may have sent 64 KiB before it is read (`rpc.SERVER_OPTIONS`)."""
+"""Most calls that wait for a place. Each may have sent 64 KiB before it is read (`rpc.SERVER_OPTIONS`)."""
 BODY_S = CALL_S - SETTLE_S
 """Seconds for a message of a caller without a lease: the answer comes before its caller gives up."""
 BODY_SURE_S = 1.0

@@ -133,7 +133,7 @@ def find_copies(masters: Masters, chosen: SharedSet) -> FindCopies:
 
 
 def is_schedule_free(optimizer: Any) -> bool:
-    """By a key that the published ones have. Their y follows z by 1/t, too slowly for undone.py to notice."""
+    """Recognized by a key that the published ones set. Their y follows z by 1/t, too slowly for undone.py to notice."""
     return any("train_mode" in group for group in optimizer.param_groups)
 
 

@@ -116,7 +116,7 @@ class IslandGroup:
         """Compare the digests of all ranks. Raises ConfigError."""
         digests = self.all_of(digest)
         if different := [rank for rank, other in enumerate(digests) if other != digests[0]]:
-            raise ConfigError(f"ranks {different} of the island bring another than rank 0: {what}")
+            raise ConfigError(f"ranks {different} of the island differ from rank 0: {what}")
 
     def _located(self, tensor: Tensor) -> tuple[Holding, Sharing]:
         ranks = sorted(tensor.device_mesh.mesh.flatten().tolist())  # type: ignore[attr-defined]

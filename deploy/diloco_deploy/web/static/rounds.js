@@ -164,7 +164,7 @@ function drawFaults(pen, round, x, y) {
     pen.lineTo(x, y + r + 1);
     pen.fill();
   } else if (round.absent) {
-    pen.strokeStyle = css("--late");
+    pen.strokeStyle = css("--absent");
     pen.lineWidth = 1.4;
     pen.beginPath();
     pen.arc(x - 0.5, y, r - 1, 0, 7);
