@@ -41,7 +41,7 @@ STEPS: dict[str, tuple[str, str]] = {
 HEAD = """# The gate
 
 `make gate` runs what takes long or depends on the pace of the machine, before a release; `make test` has a short case
-of each. These are the last results (`tools/gate.py` writes this page). `make gate GATE="attack fuzz"` runs two of them.
+of each. `tools/gate.py` writes this page. `make gate GATE="attack fuzz"` runs two of them.
 
 | step | command | result | figures | seconds | commit | date |
 | --- | --- | --- | --- | ---: | --- | --- |
