@@ -243,7 +243,7 @@ class VersionDamaged(DataError):
 
 
 WORDS_MAX = 2000
-"""Most bytes of a refusal's text. It may quote a caller, and goes into statuses, answers and logs."""
+"""Maximum number of bytes of a refusal's text. It may quote a caller, and goes into statuses, answers and logs."""
 
 
 def plain(words: str) -> str:

@@ -22,4 +22,4 @@ ASK_S = 3.0
 START_S = 10.0
 """Longest wait until something of ours serves."""
 THREADS_MAX = 16
-"""Most threads, or calls, that ask at once."""
+"""Maximum number of threads, or calls, that ask at once."""

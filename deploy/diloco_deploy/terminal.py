@@ -137,7 +137,7 @@ def _fit(parts: list[str], width: int) -> Text:
 class _Column(NamedTuple):
     title: str
     from_width: int
-    """Least width of a terminal that shows it."""
+    """Minimum width of a terminal that shows it."""
     cell: Callable[[Snapshot, SeenMember], str]
     right: bool = True
 

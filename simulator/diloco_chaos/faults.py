@@ -29,7 +29,7 @@ SETTLE_S = 2.0
 KILL_SHARE = 0.7
 """Share of all faults that kill; the others freeze."""
 SHARD_SHARE = 0.2
-"""Least share of all faults that hit shards. Shards are few, but only they can lose merged work."""
+"""Minimum share of all faults that hit shards. Shards are few, but only they can lose merged work."""
 
 
 class FaultKind(Enum):

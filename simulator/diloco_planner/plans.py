@@ -91,9 +91,9 @@ class RunOutcome:
 
 
 CONTRIBUTIONS_MAX = 60_000
-"""Most contributions that a run decides in detail: about a minute of one core."""
+"""Maximum number of contributions that a run decides in detail: about a minute of one core."""
 CHANGES_MAX = 3e6
-"""Most events of chips that fail and come back. Each takes a kilobyte."""
+"""Maximum number of events of chips that fail and come back. Each takes a kilobyte."""
 
 
 def refuse_restless(learners: Sequence[LearnerPlan], until: float) -> None:

@@ -130,14 +130,14 @@ def baselines(learners: Sequence[LearnerPlan], sent: Sent, until: float, seed: i
 
 
 HOURS = 240.0
-"""Least time for which chips are drawn."""
+"""Minimum time for which chips are drawn."""
 CHANGES = 2e4
 """Failures, preemptions and returns of chips that are enough to tell the share of time that is lost."""
 ALIKE = 0.02
 """Differences of goodput, days and money that count for nothing, as a share: synchronizing rarely costs about as much
 in loss (docs/quality.md, H = 24)."""
 KEPT_BYTES, KEPT_WITH_COMPANIONS = 6, 10
-"""Most bytes per parameter of anchor, residual and what is in flight."""
+"""Maximum number of bytes per parameter of anchor, residual and what is in flight."""
 ROOM = 0.7
 """Usable share of a chip's memory; the rest is for activations."""
 

@@ -21,7 +21,7 @@ LONGER = 2.0
 SLOWER = 1.1
 """What is simpler is enough if it takes at most this many times the days and the money."""
 NAMED = 3
-"""Most sites that are listed by name; of more, only their number."""
+"""Maximum number of sites that are listed by name; of more, only their number."""
 
 
 @dataclass(frozen=True)

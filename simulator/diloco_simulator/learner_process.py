@@ -29,7 +29,7 @@ from diloco_worker.learner import make_learner
 from diloco_worker.shell.boundary import Start
 
 TOKENS_MAX = 4
-"""Most tokens of a step; the least is one."""
+"""Maximum number of tokens of a step; the least is one."""
 SAVES = 0.5
 """Share of steps that end with a checkpoint."""
 BUSY_LEASES = 2.0

@@ -136,7 +136,7 @@ class Options:
 
     @property
     def learners_max(self) -> int:
-        """Most learner ids that may hold a lease at once."""
+        """Maximum number of learner ids that may hold a lease at once."""
         honest_or_not = self.learners + self.hostile
         return honest_or_not if self.identities_proven else _DEFAULTS.shard.max_learners
 

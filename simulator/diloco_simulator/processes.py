@@ -66,7 +66,7 @@ def _honest(fragment: Fragment, tokens: int) -> Tensor:
 
 
 TURNS_BEFORE_A_KILL = 60
-"""Most callbacks that a process still runs before it is killed at an await point."""
+"""Maximum number of callbacks that a process still runs before it is killed at an await point."""
 
 
 class Processes(Stage):

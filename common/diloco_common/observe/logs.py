@@ -23,10 +23,10 @@ from diloco_common.errors import WORDS_MAX
 from diloco_common.wire.calls import SAY_EVERY_S
 
 EVENTS_MAX = 1000
-"""Most lines of one kind in a window; fewer for warnings and errors."""
+"""Maximum number of lines of one kind in a window; fewer for warnings and errors."""
 WARNINGS_MAX = 20
 KINDS_MAX = 256
-"""Most kinds counted at once. The rest count as one kind."""
+"""Maximum number of kinds counted at once. The rest count as one kind."""
 
 Kind: TypeAlias = tuple[str, int, str, str]
 """Logger, level, text, stable code."""

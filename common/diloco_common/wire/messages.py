@@ -44,7 +44,7 @@ PROTOCOL = 3
 """3: every learner carries, with error feedback. 2: a checksum per chunk, parts and ranges, chunks of up to 4 MiB.
 Others are refused (PROTOCOL_MISMATCH)."""
 TRANSFERS_AT_ONCE = 4
-"""Most pushes, and most pulls, of one learner at one shard. More on a thin link become too slow to finish."""
+"""Maximum number of pushes, and of pulls, of one learner at one shard. More on a thin link are too slow to finish."""
 
 
 class VersionId(NamedTuple):

@@ -25,7 +25,7 @@ ENDS_SOON_S = 14 * 86_400.0
 SKEW_S = 10.0
 """Larger differences between clocks are reported."""
 BYTES_PER_PARAMETER = max(formulas.version_bytes(outer, "int8") for outer in formulas.MOMENTUM_BYTES)
-"""Most bytes of one version with its outer optimizer."""
+"""Maximum number of bytes of one version with its outer optimizer."""
 NO_TOKENS_STEPS = 10
 """Steps without a token after which a learner is reported."""
 STANDS = frozenset({"STORAGE", "NO_PROGRESS"})

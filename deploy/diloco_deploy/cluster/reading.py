@@ -23,7 +23,7 @@ BODY_BYTES_MAX = 8 << 20
 """The largest /status, with 1,024 learners and 4,096 fragments, has a third of it."""
 HEAD_BYTES_MAX = 64 << 10
 NESTS_MAX = 1 << 17
-"""Most lists and objects in one body: a few for each learner and fragment."""
+"""Maximum number of lists and objects in one body: a few for each learner and fragment."""
 DEPTH_MAX, NUMBER_MAX = 8, 2**63
 """How deep an answer nests, and its largest number: more than any /status has."""
 

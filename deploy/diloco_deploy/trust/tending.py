@@ -124,9 +124,9 @@ def _names_of_this_machine(listen: str) -> list[str]:
 AGAIN = timedelta(minutes=1)
 """An identity gets no second certificate within this time, whatever becomes of the folder: each is recorded."""
 LEARNERS_MAX: int = ShardSettings.model_fields["max_learners"].default
-"""Most learners' folders; beyond it, new ones get no certificate."""
+"""Maximum number of learners' folders; beyond it, new ones get no certificate."""
 LOOKED_AT_MAX = 4 * LEARNERS_MAX
-"""Most folder entries checked for new learners."""
+"""Maximum number of folder entries checked for new learners."""
 _LEARNER = re.compile(r"learner-([A-Za-z0-9._-]{1,64})\Z")
 
 

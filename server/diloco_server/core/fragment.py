@@ -22,9 +22,9 @@ from diloco_server.core.record import Record, empty_record
 from diloco_server.core.round import Contribution, Round
 
 KEPT_MAX = 4
-"""Most earlier versions of a fragment that are kept while ranks pull them."""
+"""Maximum number of earlier versions of a fragment that are kept while ranks pull them."""
 DECLINED_MAX = 8
-"""Most answers about one round that are remembered per learner."""
+"""Maximum number of answers about one round that are remembered per learner."""
 
 
 class Phase(Enum):

@@ -143,7 +143,8 @@ OPPOSED = 0.75
 A healthy learner that alone has met some rare words goes down to -0.5 times, as the others pull the model back.
 A learner repeats itself only if its agreement is below this share of the others' own."""
 FEW = 16
-"""Most members among which one that points away is left out. Among 17, a flip costs 1 %, and rare words look worse."""
+"""Maximum number of members among which one that points away is left out: among 17, a flip costs 1 %, and rare words
+look worse."""
 LITTLE = 0.1
 """Share of the length of another. A shorter contribution is not judged: at a rate of zero, it is only rounding. A
 learner that changes this much less repeats itself; one that alone pulls in its direction changes 0.4 times as much."""

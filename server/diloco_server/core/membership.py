@@ -25,7 +25,7 @@ STALLED_LEASES = 5
 IDLE_ROUNDS = 16
 """A learner is idle, and no longer decides when rounds open, after this many rounds in a row that closed without it."""
 LAST_TRIES = 3
-"""Most rounds that a leaving learner gets for its work, if that is lost on the way."""
+"""Maximum number of rounds that a leaving learner gets for its work, if that is lost on the way."""
 
 
 NOTHING = Progress(0, 0)
@@ -318,7 +318,7 @@ def superseded(learner_id: str) -> Superseded:
 ALIKE = 3
 """This many equal losses of two learners at equal steps and tokens are no coincidence: they have the same data."""
 REPORTS_MAX = 4096
-"""Most reports, and pairs of learners, that are remembered: some steps of a thousand learners."""
+"""Maximum number of reports, and pairs of learners, that are remembered: some steps of a thousand learners."""
 
 
 class Likeness:

@@ -32,7 +32,7 @@ from diloco_server.core.taking import Taking
 from diloco_server.core.versions import Versions
 
 ASKS_AT_ONCE = 1 << 16
-"""Most requests that one tick sends: more would keep the event loop for longer than a quarter of a second."""
+"""Maximum number of requests that one tick sends: more would keep the event loop for over a quarter of a second."""
 
 
 class Rounds:

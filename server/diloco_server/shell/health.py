@@ -29,7 +29,7 @@ SERVICE = "grpc.health.v1.Health"
 MESSAGE_BYTES_MAX = 1 << 10
 """Limit of a request, which holds only the name of a service."""
 WATCH_S = 600.0
-"""Most seconds of a Watch. Callers that are still interested ask again, so others free their place."""
+"""Maximum number of seconds of a Watch. Callers that are still interested ask again, so others free their place."""
 Status = health_pb2.HealthCheckResponse
 
 

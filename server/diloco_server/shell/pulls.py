@@ -38,8 +38,8 @@ from diloco_server.shell.waits import Outgoing, Unread
 from diloco_server.storage.filesystem import OldFile
 
 PULL_S = 900.0
-"""Most seconds of a pull, in addition to the time of a slow link. It ends by its deadline, because gRPC cannot drop
-what a caller does not take."""
+"""Maximum number of seconds of a pull, in addition to the time of a slow link. It ends by its deadline, because gRPC
+cannot drop what a caller does not take."""
 SMALL_CHUNK_BYTES = 64 << 10
 """Chunk size for callers not known to read, since the transport copies a chunk that is not read."""
 UNTRUSTED_PAUSE_S = 5.0

@@ -20,7 +20,7 @@ from diloco_common.settings import ShardSettings
 SHOWN_BYTES = 256 << 10
 """An account that has taken a pull of this size is known to read: a transport buffers less for one that does not."""
 TAKERS_MAX = 8192
-"""Most accounts for which that is remembered: those that pulled last."""
+"""Maximum number of accounts for which that is remembered: those that pulled last."""
 
 H = TypeVar("H", bound=Hashable)
 

@@ -47,15 +47,15 @@ from diloco_server.shell.streams import LearnerStream
 from diloco_server.shell.waits import BODY_S, Bodies, Deadlines, OpenPush, Turns, Wait
 
 HOST_LEARNERS = 512
-"""Most leases of one host without certificates, or half of `shard.max_learners` if that is more."""
+"""Maximum number of leases of one host without certificates, or half of `shard.max_learners` if that is more."""
 
 REPORTS_PER_S = 2 / REPORT_EVERY_S
 """Twice as many reports on one control stream as a learner sends, and a second's at once. Further ones wait, and none
 is lost."""
 
 SEEDS_AT_ONCE = 4
-"""Most seeds received at once, of different fragments. Learners that start together all send the whole model in
-float32, which would take many times the shard's memory."""
+"""Maximum number of seeds received at once, of different fragments. Learners that start together all send the whole
+model in float32, which would take many times the shard's memory."""
 
 T = TypeVar("T")
 

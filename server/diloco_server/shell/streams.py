@@ -33,8 +33,8 @@ from diloco_server.core.effects import Tell
 from diloco_server.shell.quotas import Places
 
 STREAMS_EACH, STREAMS_MAX = 4, 64
-"""Most open streams of one kind that callers without a lease have: per account, and in all; and most readers that are
-remembered as away."""
+"""Maximum number of open streams of one kind that callers without a lease have: per account, and in all; and of readers
+that are remembered as away."""
 CALLS = {Role.OBSERVER: "Follow", Role.MIRROR: "Mirror", Role.STANDBY: "Standby"}
 """The call that a scope must allow (`identity.MAY`) to follow in this role."""
 

@@ -17,9 +17,9 @@ from diloco_common.wire.calls import CALL_S, SETTLE_S, SLOWEST_BYTES_PER_S
 from diloco_server.shell.quotas import Bytes
 
 BODIES_AT_ONCE = 4
-"""Most messages of callers without a lease that are read at once. Their sizes are unknown before they arrive."""
+"""Maximum number of messages of callers without a lease that are read at once. Their sizes are not known before."""
 BODIES_WAITING_MAX = 256
-"""Most calls that wait for a place. Each may have sent 64 KiB before it is read (`rpc.SERVER_OPTIONS`)."""
+"""Maximum number of calls that wait for a place. Each may have sent 64 KiB before it is read (`rpc.SERVER_OPTIONS`)."""
 BODY_S = CALL_S - SETTLE_S
 """Seconds for a message of a caller without a lease: the answer comes before its caller gives up."""
 BODY_SURE_S = 1.0

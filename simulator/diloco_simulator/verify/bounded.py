@@ -93,7 +93,7 @@ ABOUT = 0.1
 """A lean this close to its bound may be on either side: encoding turns contributions a little, also those of the
 others, with which the product compares (0.04 in a schedule with int4 and snapshots taken while training)."""
 HEALTHY = 0.9
-"""Least cosine of a healthy contribution with what was trained."""
+"""Minimum cosine of a healthy contribution with what was trained."""
 
 
 @dataclass

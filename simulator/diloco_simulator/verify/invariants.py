@@ -35,7 +35,7 @@ NORM_CAP = 2 + TOLERANCE
 
 
 HEARD_STEPS = 4
-"""Most steps from the answer to a learner until the learner has processed it."""
+"""Maximum number of steps from the answer to a learner until the learner has processed it."""
 REFUSALS_A_FRAME = 2
 """Waiting refusals that a rank of an island passes to the others per step."""
 

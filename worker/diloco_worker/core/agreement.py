@@ -20,7 +20,7 @@ from diloco_worker.core.events import Joined
 REFUSALS_MAX = 5
 """Rounds in a row that refuse a fragment as not finite, until the learner restarts from the global values."""
 ANEW_MAX = 3
-"""Most such restarts. Then the learner ends: its data or rates cause it again and again."""
+"""Maximum number of such restarts. Then the learner ends: its data or rates cause it again and again."""
 
 
 class Agreement:
