@@ -12,11 +12,9 @@ from typing import Any, NamedTuple
 
 from diloco_common.errors import ConfigError, Expired
 from diloco_common.trust.files import CA, CERTIFICATE, KEY, read_folder
+from diloco_common.wire.handshake import EXPIRED
 from diloco_deploy import ASK_S, THREADS_MAX
 from diloco_deploy.cluster import reading
-
-HAS_EXPIRED = 10
-"""OpenSSL's X509_V_ERR_CERT_HAS_EXPIRED, which `ssl` does not name."""
 
 
 class Asker:
@@ -50,7 +48,7 @@ def _read(body: bytes) -> dict[str, Any]:
 
 def expired(error: Exception) -> str:
     """Why a TLS connection failed, if a certificate has expired; otherwise empty."""
-    if isinstance(error, ssl.SSLCertVerificationError) and error.verify_code == HAS_EXPIRED:
+    if isinstance(error, ssl.SSLCertVerificationError) and error.verify_code == EXPIRED:
         return "its certificate, or the authority's, has expired"
     if isinstance(error, ssl.SSLError) and (error.reason or "").endswith("CERTIFICATE_EXPIRED"):
         return "it says that our certificate has expired"
