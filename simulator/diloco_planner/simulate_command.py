@@ -89,8 +89,8 @@ class SyncOptions:
 
     h: Annotated[int, Parameter(converter=_WHOLE, metavar="H", help="inner steps between two rounds")] = EVERY
     fragments: Annotated[int, Parameter(converter=_WHOLE, metavar="P", help="fragments")] = FRAGMENTS
-    quorum: Annotated[str, Parameter(metavar="K", help="that let a round close, or all")] = str(DEFAULTS.quorum)
-    grace: Annotated[str, Parameter(metavar="SECONDS", help="a round stays open for")] = str(DEFAULTS.grace)
+    quorum: Annotated[str, Parameter(metavar="K", help="contributions to close a round, or all")] = str(DEFAULTS.quorum)
+    grace: Annotated[str, Parameter(metavar="SECONDS", help="a round stays open, or adaptive")] = str(DEFAULTS.grace)
     push: Annotated[_Encoding, Parameter(help="encoding of contributions")] = DEFAULTS.push  # type: ignore[assignment]
     pull: Annotated[_Encoding, Parameter(help="of versions")] = DEFAULTS.pull
 

@@ -120,7 +120,7 @@ class LocalRun:
         try:
             self._train()
             wall_s = time.monotonic() - self._started_at
-            self._gather()
+            self._gather(is_over=True)
             # Before the evaluation pulls, so the report holds only the traffic of training.
             self._report = self._make_report(wall_s)
             found = self._evaluate()
@@ -166,8 +166,11 @@ class LocalRun:
         left = set(self._workers) - self._ended - self._lost
         return bool(self._ended) and left <= self._supervisor.waiting()
 
-    def _gather(self) -> None:
-        """Collect the last status of each worker from its file, and of each shard by asking once more."""
+    def _gather(self, *, is_over: bool) -> None:
+        """Collect the last status of each worker from its file, and of each shard by asking once more.
+
+        `is_over`: ask until the shards say that the run is done, since an answer may be cached for some seconds.
+        """
         for name in self._workers:
             try:
                 status = json.loads(self._files.final_status(name).read_text(encoding="utf-8"))
@@ -176,8 +179,13 @@ class LocalRun:
             if isinstance(status, dict):
                 self._watch.heard(name, status, time.monotonic())
         shards = {name: self._http[name] for name in self._shards if name in self._http}
-        for name, status in fetch_all(shards, 2.0, self._poller.asker).items():
-            self._watch.heard(name, status, time.monotonic())
+        ends = time.monotonic() + ASK_S
+        while True:
+            for name, status in fetch_all(shards, ASK_S, self._poller.asker).items():
+                self._watch.heard(name, status, time.monotonic())
+            if not is_over or self._watch.cluster.totals().done or time.monotonic() >= ends:
+                return
+            self._interrupts.wait(LOOK_S)
 
     def _evaluate(self) -> dict[str, Any]:
         self._display.tell("training is over; evaluating the global model on held-out text")
@@ -214,7 +222,7 @@ class LocalRun:
         wall_s = time.monotonic() - self._started_at
         self._stop([*self._workers, *self._leaving])
         if self._interrupts.count < 2:
-            self._gather()
+            self._gather(is_over=False)
         self._stop_all()
         write_json(self._files.report, self._report or self._make_report(wall_s, interrupted=True))
         self._display.close()
