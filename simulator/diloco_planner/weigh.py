@@ -164,12 +164,9 @@ class PlanVerdict(NamedTuple):
 
 
 def _verdict_of(
-    task: PlannedTask,
-    where: str,
-    ours: TrainingMethod | None,
-    over: TrainingMethod | None,
+    task: PlannedTask, where: str, ours: TrainingMethod | None, over: TrainingMethod | None,
     apart: Sequence[TrainingMethod],
-) -> PlanVerdict:
+) -> PlanVerdict:  # fmt: skip
     """`over`: data-parallel over all links; `apart`: each site alone. None: that way is not possible."""
     some = [way for way in (ours, over, *apart) if way is not None and way.goodput > ALIKE]
     if not some:

@@ -98,11 +98,9 @@ class Every:
 
     def closed(self, contributions: int, absent: int) -> None:
         """Count a closed round: its contributions, and the expected ones that were absent."""
-        self._rounds, self._asked, self._absent = (
-            self._rounds + 1,
-            self._asked + contributions + absent,
-            self._absent + absent,
-        )
+        self._rounds += 1
+        self._asked += contributions + absent
+        self._absent += absent
 
     def is_time(self, fragments: int) -> bool:
         if not self._is_auto or self._rounds < fragments:

@@ -25,7 +25,7 @@ STALLED_LEASES = 5
 IDLE_ROUNDS = 16
 """A learner is idle, and no longer decides when rounds open, after this many rounds in a row that closed without it."""
 LAST_TRIES = 3
-"""Maximum number of rounds that a leaving learner gets for its work, if that is lost on the way."""
+"""Maximum number of rounds in which a leaving learner may hand over its work, if contributions get lost."""
 
 
 NOTHING = Progress(0, 0)

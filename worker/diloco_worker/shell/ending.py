@@ -28,7 +28,7 @@ FINISH_S = LONG_S
 LEAVE_S = NOTICE_S - SETTLE_S
 """Seconds to hand over the work since the last contributions. Clouds warn 30 seconds ahead, or more."""
 LEAVE_LEAST_S = SETTLE_S
-"""Minimum of the seconds that remain of `LEAVE_S` to leave, if the step after the warning took long."""
+"""Minimum time in seconds, out of `LEAVE_S`, that is left for leaving if the step after the warning took long."""
 
 
 @dataclass(frozen=True, slots=True)
