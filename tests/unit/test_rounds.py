@@ -59,7 +59,7 @@ def make_round(
 )
 def test_a_round_closes_on_quorum_and_grace_or_when_nobody_is_missing(quorum, arrivals, more, now, why) -> None:
     made = make_round("abc", arrivals, quorum, **more)
-    assert made.verdict(quorum, (made.quorum_at or 0.0) + GRACE_S, now) == why
+    assert made.verdict((made.quorum_at or 0.0) + GRACE_S, now) == why
 
 
 @pytest.mark.parametrize(

@@ -184,15 +184,11 @@ class Round:
         return fenced
 
     def _lacks(self, quorum: Quorum) -> bool:
-        there, needs = self._progress(quorum)
-        return there < needs
-
-    def _progress(self, quorum: Quorum) -> tuple[int, int]:
-        """Contributions that count for the quorum, and the quorum. "all" includes learners that are left out."""
+        """Whether contributions are missing for the quorum. "all" includes learners that are left out."""
         if quorum == "all":
-            return len(self.contributions), max(1, len(self.asked))
+            return len(self.contributions) < max(1, len(self.asked))
         there, asked = (len(ids) - sum(i in ids for i in self.beside) for ids in (self.contributions, self.asked))
-        return there, max(1, needed(quorum, asked))
+        return there < max(1, needed(quorum, asked))
 
     def parted(self) -> tuple[list[Contribution], list[Contribution]]:
         """The contributions to merge and those that are left out, each sorted by learner."""
@@ -202,7 +198,7 @@ class Round:
             [c for c in ordered if c.learner_id in self.beside],
         )
 
-    def verdict(self, quorum: Quorum, waits_until: float, now: float) -> CloseReason | None:
+    def verdict(self, waits_until: float, now: float) -> CloseReason | None:
         """Why the round closes now, or None. With a quorum it stays open until `waits_until`."""
         if not self.contributions:
             return None

@@ -217,7 +217,7 @@ class Rounds:
                 self.taking.drop(contribution)
             state.abandon_round()
             return
-        why = collecting.verdict(self.patience.quorum(collecting), waits_until, now)
+        why = collecting.verdict(waits_until, now)
         if why is None:
             return
         absent = self._missing(collecting)
