@@ -91,6 +91,7 @@ class SyncOptions:
     fragments: Annotated[int, Parameter(converter=_WHOLE, metavar="P", help="fragments")] = FRAGMENTS
     quorum: Annotated[str, Parameter(metavar="K", help="contributions to close a round, or all")] = str(DEFAULTS.quorum)
     grace: Annotated[str, Parameter(metavar="SECONDS", help="a round stays open, or adaptive")] = str(DEFAULTS.grace)
+    # A setting may name a plugin, which the simulation does not know; the default names none.
     push: Annotated[_Encoding, Parameter(help="encoding of contributions")] = DEFAULTS.push  # type: ignore[assignment]
     pull: Annotated[_Encoding, Parameter(help="of versions")] = DEFAULTS.pull
 
