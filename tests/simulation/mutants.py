@@ -88,7 +88,7 @@ def broken_by(mutant: Mutant, options: Options) -> str | None:
 
 BY_A_WORD: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     # The grace window never ends.
-    "wait_for_all": (Round, "verdict", lambda was, self, quorum, until, now: was(self, quorum, math.inf, now)),
+    "wait_for_all": (Round, "verdict", lambda was, self, until, now: was(self, math.inf, now)),
     # The learner never believes that it was merged.
     "carry_although_merged": (
         PendingContribution, "fate_in",
