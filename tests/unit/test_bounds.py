@@ -16,18 +16,30 @@ from google.protobuf.message import Message
 from diloco_common.codec import PayloadHeader
 from diloco_common.errors import WORDS_MAX, BadRequest, Busy, plain, refusal_from
 from diloco_common.wire import bounds, protobuf
-from diloco_common.wire.bounds import LIMITS, FieldLimit
+from diloco_common.wire.bounds import FieldLimit
+from diloco_common.wire.by_name import limits_of
 from diloco_common.wire.manifest import TensorSpec, Tie
 from diloco_common.wire.messages import (
+    Collect,
+    Committed,
     Evicted,
+    FollowRequest,
     FragmentStatus,
     FrozenTensor,
     Held,
+    JoinAnswer,
+    JoinRequest,
     LearnerPolicy,
+    Leaving,
     Near,
+    Progress,
     PullHeader,
+    PullRequest,
     Pulse,
+    PushAnswer,
     PushHeader,
+    Range,
+    ShardAway,
 )
 from diloco_protos import parameter_server_pb2 as pb
 
@@ -42,35 +54,27 @@ BY_OTHER_MEANS = {
 }
 """Bytes whose size the header announces, with what comes with them, and words, which are cut."""
 
+VALUES: dict[str, type] = {
+    "JoinResponse": JoinAnswer, "Payload": PayloadHeader, "PushResponse": PushAnswer,
+    **{
+        kind.__name__: kind
+        for kind in (
+            Collect, Committed, Evicted, FollowRequest, FragmentStatus, FrozenTensor, Held, JoinRequest, LearnerPolicy,
+            Leaving, Near, Progress, PullHeader, PullRequest, Pulse, PushHeader, Range, ShardAway, Tie,
+        )
+    },
+}  # fmt: skip
 READ: dict[str, Callable[[Any], object]] = {
-    "JoinRequest": protobuf.join_request_from_pb,
-    "JoinResponse": protobuf.join_answer_from_pb,
-    "LearnerPolicy": partial(protobuf.from_pb, LearnerPolicy),
-    "FragmentStatus": partial(protobuf.from_pb, FragmentStatus),
-    "Held": partial(protobuf.from_pb, Held),
-    "FrozenTensor": partial(protobuf.from_pb, FrozenTensor),
-    "Tie": partial(protobuf.from_pb, Tie),
+    **{name: partial(protobuf.from_pb, kind) for name, kind in VALUES.items()},
     "Tensor": lambda tensor: protobuf.tensors_from_pb([tensor]),
-    "Progress": protobuf.progress_from_pb,
-    "ShardAway": lambda away: protobuf.progress_from_pb(pb.Progress(away=[away])),
-    "Leaving": lambda leaving: protobuf.progress_from_pb(pb.Progress(leaving=leaving)),
+    "JoinRequest": protobuf.join_request_from_pb,
     "Directive": protobuf.directive_from_pb,
-    "Collect": lambda collect: protobuf.directive_from_pb(pb.Directive(collect=collect)),
-    "Committed": lambda committed: protobuf.directive_from_pb(pb.Directive(committed=committed)),
-    "Evicted": lambda evicted: protobuf.directive_from_pb(pb.Directive(evicted=evicted)),
-    "Pulse": partial(protobuf.from_pb, Pulse),
-    "PushHeader": partial(protobuf.from_pb, PushHeader),
-    "Range": lambda r: protobuf.pull_request_from_pb(pb.PullRequest(ranges=[r])),
-    "Payload": partial(protobuf.from_pb, PayloadHeader),
-    "PushResponse": protobuf.answer_from_pb,
-    "PullRequest": protobuf.pull_request_from_pb,
-    "PullHeader": partial(protobuf.from_pb, PullHeader),
-    "FollowRequest": protobuf.follow_request_from_pb,
-    "Near": partial(protobuf.from_pb, Near),
 }
 KINDS: dict[str, type[Message]] = {name: getattr(pb, name) for name in READ}
 
 
+TENSOR = {"name": bounds.TENSOR_NAME, "shape": bounds.SHAPE, "shape[]": bounds.SIZE}
+LIMITS = {"Tensor": TENSOR} | {name: limits_of(kind) for name, kind in VALUES.items()}
 FIELDS = [(kind, name, limit) for kind, limits in LIMITS.items() for name, limit in limits.items()]
 
 

@@ -21,6 +21,7 @@ from diloco_common.codec.frames import Checksum, Chunk, NewFrame, crc32c, said_c
 from diloco_common.codec.memory import scratch
 from diloco_common.codec.registry import get_codec
 from diloco_common.errors import BadChecksum, BadPayload, NotFinite, UnknownEncoding
+from diloco_common.wire.bounds import Exact, Name, Uint32
 
 CHUNK_ELEMENTS_MAX = 2**22
 """Headers with larger chunks are refused."""
@@ -42,13 +43,13 @@ def usual_chunk_elements(encoding: str) -> int:
 class PayloadHeader:
     """Describes the bytes that follow. Not to be trusted before `check_header`."""
 
-    encoding: str
-    num_elements: int
-    chunk_elements: int
+    encoding: Name
+    num_elements: Exact
+    chunk_elements: Exact
     """Elements of every chunk but the last."""
-    num_bytes: int
+    num_bytes: Exact
     """Bytes of all chunks together."""
-    chunks_crc32c: int
+    chunks_crc32c: Uint32
     """Checksum of the whole: CRC-32C of each chunk's CRC-32C in order, 4 bytes each, little-endian."""
 
     @property

@@ -1,9 +1,10 @@
-"""The limits of every number, text and list that a caller sends, in one table that other clients can use, too.
+"""The limits of numbers, texts and lists that a caller sends.
 
-`by_name.py` applies it to each message, on both sides, before the message becomes values. Values within the limits fit
-everything that stores them later: int64, JSON, the 12 digits in file names, and float64 without loss. Counters that add
-them up stop at their own limit, below that of the wire. Checks that no limit can express, such as whether a learner can
-have trained so much, are the shard core's.
+A value of `messages.py` has the limit of each field in its annotation. `by_name.py` checks it on both sides, before the
+message becomes a value. Fields without one are flags, messages, enums, the bytes of a chunk, or the text of a refusal,
+which is cut (`errors.plain`). Values within the limits fit everything that stores them later: int64, JSON, the 12
+digits in file names, and float64 without loss. Counters that add them up stop at their own limit, below that of the
+wire. Checks that no limit can express, such as whether a learner can have trained so much, are the shard core's.
 
 `has_at_most` and `size_of` look at the bytes of a message before it is parsed: a parser makes an object for every
 entry, even one of two bytes, and 4 MiB of message would become 100 MiB before anybody could refuse it. The encoding:
@@ -14,9 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
-from diloco_common.errors import WORDS_MAX, BadRequest
+from diloco_common.errors import BadRequest
 
 FRAGMENTS_MAX = 4096
 TENSORS_MAX = 2**16
@@ -82,145 +83,23 @@ class FieldLimit:
         return bool(self.least <= (len(value) if self.counts else value) <= self.most)
 
 
-_U32, _NAME, _VERSION = FieldLimit(2**32 - 1), FieldLimit(NAME_MAX, 0, "characters"), FieldLimit(VERSION_MAX)
-_EXACT = FieldLimit(2**53)
-"""Up to the last integer that float64 counts to, as JSON has them."""
-_FRAGMENT_ID, _SHA256 = FieldLimit(FRAGMENTS_MAX - 1), FieldLimit(32, 0, "bytes")
-_TENSORS, _FRAGMENTS = FieldLimit(TENSORS_MAX, 0, "entries"), FieldLimit(FRAGMENTS_MAX, 0, "entries")
-_TOKENS_MERGED, _RANGES = FieldLimit(TOKENS_MERGED_MAX), FieldLimit(RANGES_MAX, 0, "entries")
+NAME = FieldLimit(NAME_MAX, counts="characters")
+TENSOR_NAME = FieldLimit(TENSOR_NAME_MAX, 1, "characters")
+SHAPE, SIZE = FieldLimit(DIMENSIONS_MAX, counts="entries"), FieldLimit(ELEMENTS_MAX)
+TENSORS = FieldLimit(TENSORS_MAX, counts="entries")
+FRAGMENTS = FieldLimit(FRAGMENTS_MAX, counts="entries")
 
-LIMITS: Mapping[str, Mapping[str, FieldLimit]] = {
-    "Tensor": {
-        "name": FieldLimit(TENSOR_NAME_MAX, 1, "characters"),
-        "shape": FieldLimit(DIMENSIONS_MAX, 0, "entries"),
-        "shape[]": FieldLimit(ELEMENTS_MAX),
-    },
-    "JoinRequest": {
-        "protocol": _U32,
-        "process_id": _NAME,
-        "tensors": _TENSORS,
-        "decodes": FieldLimit(64, 0, "entries"),  # a plugin has two, even if no run uses it
-        "decodes[]": FieldLimit(96, 0, "characters"),  # NAME@DIGEST
-        "held": _FRAGMENTS,
-        "frozen": FieldLimit(FROZEN_MAX, 0, "entries"),
-        "ties": FieldLimit(TIES_MAX, 0, "entries"),
-        "index": _U32,
-        "age_s": FieldLimit(TIME_MAX_S),
-        "tokens_seen": _TOKENS_MERGED,
-        "site": _NAME,
-    },
-    "Tie": {"name": FieldLimit(TENSOR_NAME_MAX, 0, "characters"), "of": FieldLimit(TENSOR_NAME_MAX, 0, "characters")},
-    "FrozenTensor": {
-        "name": FieldLimit(TENSOR_NAME_MAX, 0, "characters"),
-        "form": FieldLimit(TENSOR_NAME_MAX, 0, "characters"),
-        "crc32c": _U32,
-        "values": FieldLimit(FROZEN_BYTES_MAX, 0, "bytes"),
-    },
-    "Held": {"fragment_id": _FRAGMENT_ID, "epoch": _EXACT, "version": _VERSION},
-    "JoinResponse": {
-        "generation": _EXACT,
-        "epoch": _EXACT,
-        "heartbeat_s": FieldLimit(3600.0, 0.01),  # with more frequent ones, learners would do nothing else
-        "shard_index": _FRAGMENT_ID,
-        "num_shards": FieldLimit(FRAGMENTS_MAX, 1),
-        "num_fragments": FieldLimit(FRAGMENTS_MAX, 1),
-        "manifest_digest": _NAME,
-        "fragments": _FRAGMENTS,
-        "tensors": _TENSORS,
-        "ties": FieldLimit(TIES_MAX, 0, "entries"),
-        "index": _U32,
-        "rules": FieldLimit(RULES_MAX, 0, "characters"),
-        "frozen": FieldLimit(FROZEN_MAX, 0, "entries"),
-    },
-    "LearnerPolicy": {
-        "sync_every": FieldLimit(2**31, 1),
-        "push_encoding": _NAME,
-        "pull_encoding": _NAME,
-    },
-    "FragmentStatus": {
-        "fragment_id": _FRAGMENT_ID,
-        "version": _VERSION,
-        "merged_version": _VERSION,
-        "epoch": _EXACT,
-        "forgotten_version": _VERSION,
-    },
-    "Progress": {
-        "inner_step": FieldLimit(2**48),
-        "tokens": _EXACT,
-        "loss": FieldLimit(1e30, -1e30, is_dropped=True),
-        "step_time_s": FieldLimit(TIME_MAX_S),
-        "away": FieldLimit(AWAY_MAX, 0, "entries"),
-        "inner": _NAME,
-        "pushes_fail_why": FieldLimit(WORDS_MAX, 0, "characters"),
-        "pushes_fail_s": FieldLimit(TIME_MAX_S),
-    },
-    "Leaving": {"fragment_ids": _FRAGMENTS, "fragment_ids[]": _FRAGMENT_ID},
-    "ShardAway": {
-        "address": FieldLimit(ADDRESS_MAX, 0, "characters"),
-        "index": _FRAGMENT_ID,
-        "for_s": FieldLimit(TIME_MAX_S),
-    },
-    "Collect": {"fragment_id": _FRAGMENT_ID, "round": FieldLimit(VERSION_MAX, 1), "epoch": _EXACT},
-    "Committed": {"fragment_id": _FRAGMENT_ID, "version": _VERSION, "epoch": _EXACT},
-    "Near": {
-        "address": FieldLimit(ADDRESS_MAX, 0, "characters"),
-        "values_sha256": _SHA256,
-        "change_sha256": _SHA256,
-    },
-    "FollowRequest": {
-        "role": _NAME,
-        "site": _NAME,
-        "address": FieldLimit(ADDRESS_MAX, 0, "characters"),
-        "epoch": _EXACT,
-        "tokens_merged": _TOKENS_MERGED,
-    },
-    "Pulse": {"tokens_merged": _TOKENS_MERGED, "tokens_budget": _TOKENS_MERGED, "learners_alive": _U32},
-    "Evicted": {"code": _NAME},
-    "Range": {"start": FieldLimit(ELEMENTS_MAX - 1), "stop": FieldLimit(ELEMENTS_MAX, 1)},
-    "PushHeader": {
-        "fragment_id": _FRAGMENT_ID,
-        "round": _VERSION,
-        "epoch": _EXACT,
-        "base_version": _VERSION,
-        "tokens": FieldLimit(TOKENS_MAX),
-        "steps": FieldLimit(STEPS_MAX),
-        "manifest_digest": _NAME,
-        "tokens_merged": FieldLimit(TOKENS_COUNTED_MAX),
-        "part": FieldLimit(PARTS_MAX - 1),
-        "num_parts": FieldLimit(PARTS_MAX),
-        "ranges": _RANGES,
-    },
-    "Payload": {
-        "encoding": _NAME,
-        "num_elements": _EXACT,  # sizes must also agree with the fragment, which is checked separately (BAD_PAYLOAD)
-        "chunk_elements": _EXACT,
-        "num_bytes": _EXACT,
-        "chunks_crc32c": _U32,
-    },
-    "PushResponse": {"code": _NAME},
-    "PullRequest": {
-        "fragment_id": _FRAGMENT_ID,
-        "encodings": FieldLimit(32, 0, "entries"),
-        "encodings[]": _NAME,
-        "have_version": _VERSION,
-        "epoch": _EXACT,
-        "want_version": _VERSION,
-        "want_epoch": _EXACT,
-        "ranges": _RANGES,
-    },
-    "PullHeader": {
-        "fragment_id": _FRAGMENT_ID,
-        "version": _VERSION,
-        "epoch": _EXACT,
-        "merged_version": _VERSION,
-        "tokens_merged": _TOKENS_MERGED,
-        "base_version": _VERSION,
-        "forgotten_version": _VERSION,
-        "ranges": _RANGES,
-    },
-}
-"""Message of diloco.v1 -> field -> its limit; `name[]` is for each entry of a list. Fields not listed are flags,
-messages, enums, the bytes of a chunk, or the text of a refusal, which is cut (`errors.plain`)."""
+FragmentId: TypeAlias = Annotated[int, FieldLimit(FRAGMENTS_MAX - 1)]
+Version: TypeAlias = Annotated[int, FieldLimit(VERSION_MAX)]
+TokensMerged: TypeAlias = Annotated[int, FieldLimit(TOKENS_MERGED_MAX)]
+Exact: TypeAlias = Annotated[int, FieldLimit(2**53)]
+"""Up to the last integer that float64 counts to, as JSON has them: epochs, generations and sizes."""
+Uint32: TypeAlias = Annotated[int, FieldLimit(2**32 - 1)]
+Seconds: TypeAlias = Annotated[float, FieldLimit(TIME_MAX_S)]
+Name: TypeAlias = Annotated[str, NAME]
+TensorName: TypeAlias = Annotated[str, FieldLimit(TENSOR_NAME_MAX, counts="characters")]
+Address: TypeAlias = Annotated[str, FieldLimit(ADDRESS_MAX, counts="characters")]
+Sha256: TypeAlias = Annotated[bytes, FieldLimit(32, counts="bytes")]
 
 PART_FIELDS_MAX = 16
 """Fields of a message of Push or Pull that is not one of our frames."""
@@ -241,11 +120,10 @@ MESSAGE_BYTES_MAX: Mapping[str, int] = {
 """Bytes of messages of both sides, checked before parsing. A chunk has up to `payload.CHUNK_BYTES_MAX`."""
 
 
-def check(message: str, field: str, value: Any) -> None:
-    """Raises BadRequest, which names the field, the value and the limit."""
-    limit = LIMITS[message][field]
+def check(what: str, value: Any, limit: FieldLimit) -> None:
+    """Raises BadRequest, which names the field (`what`), the value and the limit."""
     if not limit.holds(value):
-        raise beyond(f"{message}.{field}", value, limit)
+        raise beyond(what, value, limit)
 
 
 def beyond(what: str, value: Any, limit: FieldLimit) -> BadRequest:

@@ -1,8 +1,8 @@
 """Converts plain values to messages of diloco.v1 and back, by the names of their fields.
 
 A value of `messages.py` has the same field names as its message, so one converter serves all; annotations give the
-types. Exceptions are data, at the top: differing names of messages, and values that are two fields of a message. The
-limits are data as well (`bounds.LIMITS`), and are checked before anything becomes a value.
+types and the limits, which are checked before anything becomes a value. Exceptions are data, at the top: differing
+names of messages, and values that are two fields of a message.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from google.protobuf.message import Message
 
 from diloco_common.codec import PayloadHeader
-from diloco_common.wire import bounds
+from diloco_common.wire.bounds import FieldLimit, beyond
 from diloco_common.wire.messages import JoinAnswer, PullRequest, PushAnswer
 from diloco_protos import parameter_server_pb2 as pb
 
@@ -39,6 +39,16 @@ class Field(NamedTuple):
     """Value -> fields of a message; None: it is absent."""
 
 
+class Plan(NamedTuple):
+    """How values of one type are converted."""
+
+    fields: tuple[Field, ...]
+    limits: tuple[tuple[str, FieldLimit], ...]
+    """Of fields of the message. Those whose values are dropped beyond it are not among them."""
+    limits_of_entries: tuple[tuple[str, FieldLimit], ...]
+    """Of each entry of a list."""
+
+
 Special = Mapping[tuple[type, str], Field]
 """(type of value, field) -> a field that is converted by hand."""
 
@@ -49,37 +59,48 @@ class Converter:
     def __init__(self, special: Special, checks: Mapping[type, Callable[[Any], Any]]) -> None:
         """`checks`: checks beyond single-field limits; they may replace the value, or raise BadRequest."""
         self._special, self._checks = special, checks
-        self._plans: dict[type, tuple[Field, ...]] = {}
+        self._plans: dict[type, Plan] = {}
 
     def to_pb(self, value: Any) -> Any:
         found: dict[str, Any] = {}
-        for field in self._fields(type(value)):
+        for field in self._plan(type(value)).fields:
             found.update(field.write(getattr(value, field.name)))
         return _message(type(value))(**found)
 
     def from_pb(self, kind: type[V], message: Message) -> V:
         """The value of a message. Raises BadRequest."""
-        within(message)
-        value = kind(*[field.read(message) for field in self._fields(kind)])
+        plan = self._plan(kind)
+        for name, limit in plan.limits:
+            value = getattr(message, name)
+            if not limit.holds(value):
+                raise beyond(f"{_name_of(kind)}.{name}", value, limit)
+        for name, limit in plan.limits_of_entries:
+            for entry in getattr(message, name):
+                if not limit.holds(entry):
+                    raise beyond(f"{_name_of(kind)}.{name}", entry, limit)
+        found = kind(*[field.read(message) for field in plan.fields])
         check = self._checks.get(kind)
-        return value if check is None else check(value)
+        return found if check is None else check(found)
 
-    def _fields(self, kind: type) -> tuple[Field, ...]:
+    def _plan(self, kind: type) -> Plan:
         if kind not in self._plans:
-            self._plans[kind] = self._plan(kind)
+            names = [f.name for f in fields(kind)] if is_dataclass(kind) else kind._fields  # type: ignore[attr-defined]
+            hints, limits = _hints(kind), limits_of(kind)
+            self._plans[kind] = Plan(
+                tuple(
+                    self._special.get((kind, name)) or self._field(kind, name, hints[name], limits.get(name))
+                    for name in names
+                ),
+                tuple((n, limit) for n, limit in limits.items() if not n.endswith("[]") and not limit.is_dropped),
+                tuple((n[:-2], limit) for n, limit in limits.items() if n.endswith("[]")),
+            )
         return self._plans[kind]
 
-    def _plan(self, kind: type) -> tuple[Field, ...]:
-        names = [f.name for f in fields(kind)] if is_dataclass(kind) else kind._fields  # type: ignore[attr-defined]
-        hints = get_type_hints(kind, localns={"PayloadHeader": PayloadHeader})
-        return tuple(self._special.get((kind, name)) or self._field(kind, name, hints[name]) for name in names)
-
-    def _field(self, kind: type, name: str, hint: Any) -> Field:
+    def _field(self, kind: type, name: str, hint: Any, limit: FieldLimit | None) -> Field:
         if pair := PAIRS.get((kind, name)):
             return _pair(name, *pair)
         may_be_absent = get_origin(hint) in (Union, types.UnionType)
-        if may_be_absent:
-            hint = next(one for one in get_args(hint) if one is not type(None))
+        hint = _present(hint)
         if get_origin(hint) is tuple:
             return self._list(name, get_args(hint)[0])
         read: Callable[[Any], Any] = attrgetter(name)
@@ -93,7 +114,6 @@ class Converter:
             read = lambda message: by_number.get(getattr(message, name))  # noqa: E731
             write = lambda value: {name: numbers[value.name].number}  # noqa: E731
         if may_be_absent:
-            limit = bounds.LIMITS.get(_name_of(kind), {}).get(name)
             return Field(name, _if_there(name, read, limit if limit and limit.is_dropped else None), write)
         return Field(name, read, write)
 
@@ -107,31 +127,21 @@ class Converter:
         )
 
 
-def within(message: M) -> M:
-    """Return the message if every field is within its limit. Raises BadRequest."""
-    kind = message.DESCRIPTOR.name
-    of_fields, of_entries = _LIMITS.get(kind, ((), ()))
-    for field, limit in of_fields:
-        value = getattr(message, field)
-        if not limit.holds(value):
-            raise bounds.beyond(f"{kind}.{field}", value, limit)
-    for field, limit in of_entries:
-        for value in getattr(message, field):
-            if not limit.holds(value):
-                raise bounds.beyond(f"{kind}.{field}", value, limit)
-    return message
+def limits_of(kind: type) -> Mapping[str, FieldLimit]:
+    """Fields of the message of this type of value -> their limits; `name[]` is for each entry of a list."""
+    found: dict[str, FieldLimit] = {}
+    for name, hint in _hints(kind, include_extras=True).items():
+        hint = _present(hint)
+        pair = PAIRS.get((kind, name))
+        for field, one in [(name, hint)] if pair is None else zip(pair, get_args(hint), strict=True):
+            while get_origin(one) in (Annotated, tuple):
+                if get_origin(one) is Annotated:
+                    found[field] = one.__metadata__[0]
+                one, field = get_args(one)[0], field if get_origin(one) is Annotated else f"{field}[]"
+    return found
 
 
-_LIMITS = {
-    kind: (
-        [(field, limit) for field, limit in limits.items() if not field.endswith("[]") and not limit.is_dropped],
-        [(field[:-2], limit) for field, limit in limits.items() if field.endswith("[]")],
-    )
-    for kind, limits in bounds.LIMITS.items()
-}
-
-
-def _if_there(name: str, read: Callable[[Any], Any], drops: bounds.FieldLimit | None) -> Callable[[Any], Any]:
+def _if_there(name: str, read: Callable[[Any], Any], drops: FieldLimit | None) -> Callable[[Any], Any]:
     """A reader that returns None if the field is absent, or beyond the limit `drops`."""
 
     def read_if_there(message: Any) -> Any:
@@ -149,6 +159,17 @@ def _pair(name: str, first: str, second: str) -> Field:
         lambda message: (getattr(message, first), getattr(message, second)) if message.HasField(second) else None,
         lambda value: {} if value is None else dict(zip((first, second), value, strict=True)),
     )
+
+
+def _hints(kind: type, *, include_extras: bool = False) -> dict[str, Any]:
+    return get_type_hints(kind, localns={"PayloadHeader": PayloadHeader}, include_extras=include_extras)
+
+
+def _present(hint: Any) -> Any:
+    """The type of a value that is there, if it may be absent."""
+    if get_origin(hint) not in (Union, types.UnionType):
+        return hint
+    return next(one for one in get_args(hint) if one is not type(None))
 
 
 def _is_value(hint: Any) -> bool:

@@ -124,9 +124,9 @@ class TensorSpec(NamedTuple):
 class Tie(NamedTuple):
     """Where the model's state_dict differs from the tensors: a key that is not the name of its tensor."""
 
-    name: str
+    name: bounds.TensorName
     """The key; "": no key is named like `of`."""
-    of: str
+    of: bounds.TensorName
     """Name of the tensor; "": one that is not shared."""
 
 
@@ -291,18 +291,18 @@ def mean_of(variance: str) -> str:
 
 def check_tensor(tensor: TensorSpec) -> None:
     """Check that it could be sent. Raises BadRequest."""
-    bounds.check("Tensor", "name", tensor.name)
+    bounds.check("Tensor.name", tensor.name, bounds.TENSOR_NAME)
     try:
-        bounds.check("Tensor", "shape", tensor.shape)
+        bounds.check("Tensor.shape", tensor.shape, bounds.SHAPE)
         for n in tensor.shape:
-            bounds.check("Tensor", "shape[]", n)
+            bounds.check("Tensor.shape", n, bounds.SIZE)
     except BadRequest as error:
         raise BadRequest(f"the tensor {tensor.name[:64]!r}: {error}") from None
 
 
 def check_tensors(tensors: Sequence[TensorSpec]) -> None:
     """Check that the model could be sent. Raises BadRequest."""
-    bounds.check("JoinRequest", "tensors", tensors)
+    bounds.check("JoinRequest.tensors", tensors, bounds.TENSORS)
     for tensor in tensors:
         check_tensor(tensor)
     elements = sum(tensor.num_elements for tensor in tensors)

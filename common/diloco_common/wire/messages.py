@@ -1,7 +1,8 @@
 """The messages between learners and shards, as plain values.
 
-The pure cores use these. `protobuf.py` converts them to messages of diloco.v1 and back. The meaning of each field is
-documented once, in protos/diloco_protos/parameter_server.proto. Optional fields that are absent there are None here.
+The pure cores use these. `protobuf.py` converts them to messages of diloco.v1 and back, and refuses a value beyond the
+limit in its annotation. The meaning of each field is documented once, in protos/diloco_protos/parameter_server.proto.
+Optional fields that are absent there are None here.
 """
 
 from __future__ import annotations
@@ -11,9 +12,37 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Generic, NamedTuple, TypeAlias, TypeVar
 
-from diloco_common.errors import BadRequest, Unavailable
+from diloco_common.errors import WORDS_MAX, BadRequest, Unavailable
+from diloco_common.wire.bounds import (
+    AWAY_MAX,
+    ELEMENTS_MAX,
+    FRAGMENTS,
+    FRAGMENTS_MAX,
+    FROZEN_BYTES_MAX,
+    FROZEN_MAX,
+    PARTS_MAX,
+    RANGES_MAX,
+    RULES_MAX,
+    STEPS_MAX,
+    TENSORS,
+    TIES_MAX,
+    TOKENS_COUNTED_MAX,
+    TOKENS_MAX,
+    VERSION_MAX,
+    Address,
+    Exact,
+    FieldLimit,
+    FragmentId,
+    Name,
+    Seconds,
+    Sha256,
+    TensorName,
+    TokensMerged,
+    Uint32,
+    Version,
+)
 from diloco_common.wire.manifest import TensorSpec, Tie
 
 if TYPE_CHECKING:
@@ -23,8 +52,12 @@ if TYPE_CHECKING:
 class Range(NamedTuple):
     """Elements start to stop - 1 of a flat fragment. A tuple, because callers send many."""
 
-    start: int
-    stop: int
+    start: Annotated[int, FieldLimit(ELEMENTS_MAX - 1)]
+    stop: Annotated[int, FieldLimit(ELEMENTS_MAX, 1)]
+
+
+Ranges: TypeAlias = Annotated[tuple[Range, ...], FieldLimit(RANGES_MAX, counts="entries")]
+Ties: TypeAlias = Annotated[tuple[Tie, ...], FieldLimit(TIES_MAX, counts="entries")]
 
 
 def check_ranges(what: str, ranges: Sequence[Range]) -> None:
@@ -73,49 +106,56 @@ def check_no_way_back(answer: JoinAnswer, seen: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ShardAway:
-    address: str
-    index: int | None
-    for_s: float
+    address: Address
+    index: FragmentId | None
+    for_s: Seconds
 
 
 ADAM, OTHER = "adam", "other"
 
 
 @dataclass(frozen=True, slots=True)
+class Leaving:
+    """The `Progress.last_rounds` of a learner that leaves."""
+
+    fragment_ids: Annotated[tuple[FragmentId, ...], FRAGMENTS]
+
+
+@dataclass(frozen=True, slots=True)
 class Progress:
     """A learner's report after an inner step; also its heartbeat."""
 
-    inner_step: int
-    tokens: int
-    loss: float | None = None
-    step_time_s: float = 0.0
-    away: tuple[ShardAway, ...] = ()
+    inner_step: Annotated[int, FieldLimit(2**48)]
+    tokens: Exact
+    loss: Annotated[float, FieldLimit(1e30, -1e30, is_dropped=True)] | None = None
+    step_time_s: Seconds = 0.0
+    away: Annotated[tuple[ShardAway, ...], FieldLimit(AWAY_MAX, counts="entries")] = ()
     counts_samples: bool = False
     last_rounds: frozenset[int] | None = None
     """Set before leaving: fragments with work that is neither in a version nor in a contribution in flight."""
-    inner: str = ""
+    inner: Name = ""
     """Type of its optimizer: ADAM (Adam and similar), OTHER; empty: unknown."""
-    pushes_fail_why: str = ""
+    pushes_fail_why: Annotated[str, FieldLimit(WORDS_MAX, counts="characters")] = ""
     """Why pushes to this shard fail; empty: they do not."""
-    pushes_fail_s: float = 0.0
+    pushes_fail_s: Seconds = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Collect:
     """Snapshot the fragment at the next step boundary and push it for this round."""
 
-    fragment_id: int
-    round: int
-    epoch: int
+    fragment_id: FragmentId
+    round: Annotated[int, FieldLimit(VERSION_MAX, 1)]
+    epoch: Exact
 
 
 @dataclass(frozen=True, slots=True)
 class Committed:
     """A new version is ready to be pulled."""
 
-    fragment_id: int
-    version: int
-    epoch: int
+    fragment_id: FragmentId
+    version: Version
+    epoch: Exact
     near: Near | None = None
     """Where to get these bytes from a mirror."""
 
@@ -124,10 +164,10 @@ class Committed:
 class Near:
     """A mirror's copy of a version, and how to check its bytes."""
 
-    address: str
+    address: Address
     """The mirror's; empty: no mirror."""
-    values_sha256: bytes
-    change_sha256: bytes
+    values_sha256: Sha256
+    change_sha256: Sha256
     """Empty: there is no change."""
     header: PullHeader
     """The shard's own header of the version."""
@@ -137,9 +177,9 @@ class Near:
 class Pulse:
     """The shard is alive, and this is the state of the run."""
 
-    tokens_merged: int
-    tokens_budget: int
-    learners_alive: int = 0
+    tokens_merged: TokensMerged
+    tokens_budget: TokensMerged
+    learners_alive: Uint32 = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +196,7 @@ class Stop:
 class Evicted:
     """The lease is over. The code says why."""
 
-    code: str
+    code: Name
     message: str
 
 
@@ -167,77 +207,83 @@ Directive = Collect | Committed | Pulse | Drain | Stop | Evicted
 class LearnerPolicy:
     """Settings that must be equal for all learners of a run. The shards hold them."""
 
-    sync_every: int
-    push_encoding: str
-    pull_encoding: str
+    sync_every: Annotated[int, FieldLimit(2**31, 1)]
+    push_encoding: Name
+    pull_encoding: Name
 
 
 @dataclass(frozen=True, slots=True)
 class FragmentStatus:
     """The state of one fragment on its shard, as told to one learner."""
 
-    fragment_id: int
+    fragment_id: FragmentId
     seeded: bool
-    version: int
-    merged_version: int
-    epoch: int
-    forgotten_version: int = 0
+    version: Version
+    merged_version: Version
+    epoch: Exact
+    forgotten_version: Version = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    fragment_id: int
-    epoch: int
-    version: int
+    fragment_id: FragmentId
+    epoch: Exact
+    version: Version
 
 
 @dataclass(frozen=True, slots=True)
 class FrozenTensor:
     """A frozen parameter or buffer of a learner's model, which must be the same everywhere."""
 
-    name: str
-    form: str
-    crc32c: int | None
-    values: bytes = b""
+    name: TensorName
+    form: TensorName
+    crc32c: Uint32 | None
+    values: Annotated[bytes, FieldLimit(FROZEN_BYTES_MAX, counts="bytes")] = b""
+
+
+OfferedCodec: TypeAlias = Annotated[str, FieldLimit(96, counts="characters")]
+"""NAME, or NAME@DIGEST. A plugin has two, even if no run uses it."""
+FrozenTensors: TypeAlias = Annotated[tuple[FrozenTensor, ...], FieldLimit(FROZEN_MAX, counts="entries")]
 
 
 @dataclass(frozen=True, slots=True)
 class JoinRequest:
     """A process asks for a lease. An observer asks for a description of the run, without a lease."""
 
-    protocol: int
-    process_id: str
-    tensors: tuple[TensorSpec, ...] = ()
-    decodes: tuple[str, ...] = ()
-    held: tuple[Held, ...] = ()
+    protocol: Uint32
+    process_id: Name
+    tensors: Annotated[tuple[TensorSpec, ...], TENSORS] = ()
+    decodes: Annotated[tuple[OfferedCodec, ...], FieldLimit(64, counts="entries")] = ()
+    held: Annotated[tuple[Held, ...], FRAGMENTS] = ()
     observe: bool = False
-    frozen: tuple[FrozenTensor, ...] = ()
-    ties: tuple[Tie, ...] = ()
-    index: int | None = None
-    age_s: float = 0.0
-    tokens_seen: int = 0
-    site: str = ""
+    frozen: FrozenTensors = ()
+    ties: Ties = ()
+    index: Uint32 | None = None
+    age_s: Seconds = 0.0
+    tokens_seen: TokensMerged = 0
+    site: Name = ""
 
 
 @dataclass(frozen=True, slots=True)
 class JoinAnswer:
     """A lease, and everything the learner needs to know about the run."""
 
-    generation: int
-    epoch: int
-    heartbeat_s: float
-    shard_index: int
-    num_shards: int
-    num_fragments: int
-    manifest_digest: str
+    generation: Exact
+    epoch: Exact
+    heartbeat_s: Annotated[float, FieldLimit(3600.0, 0.01)]
+    """With more frequent ones, learners would do nothing else."""
+    shard_index: FragmentId
+    num_shards: Annotated[int, FieldLimit(FRAGMENTS_MAX, 1)]
+    num_fragments: Annotated[int, FieldLimit(FRAGMENTS_MAX, 1)]
+    manifest_digest: Name
     policy: LearnerPolicy
-    fragments: tuple[FragmentStatus, ...]
+    fragments: Annotated[tuple[FragmentStatus, ...], FRAGMENTS]
     pulse: Pulse
-    tensors: tuple[TensorSpec, ...] = ()
-    ties: tuple[Tie, ...] = ()
-    index: int = 0
-    rules: str = ""
-    frozen: tuple[FrozenTensor, ...] = ()
+    tensors: Annotated[tuple[TensorSpec, ...], TENSORS] = ()
+    ties: Ties = ()
+    index: Uint32 = 0
+    rules: Annotated[str, FieldLimit(RULES_MAX, counts="characters")] = ""
+    frozen: FrozenTensors = ()
     began_with_nothing: bool = False
 
 
@@ -257,57 +303,57 @@ class Role(StrEnum):
 class FollowRequest:
     """A reader asks for what is announced."""
 
-    role: str
-    site: str = ""
-    address: str = ""
-    epoch: int = 0
+    role: Name
+    site: Name = ""
+    address: Address = ""
+    epoch: Exact = 0
     """For a promoted standby: its own epoch."""
-    tokens_merged: int = 0
+    tokens_merged: TokensMerged = 0
 
 
 @dataclass(frozen=True, slots=True)
 class PullRequest:
-    fragment_id: int
-    encodings: tuple[str, ...] = ()
-    have: tuple[int, int] | None = None
+    fragment_id: FragmentId
+    encodings: Annotated[tuple[Name, ...], FieldLimit(32, counts="entries")] = ()
+    have: tuple[Exact, Version] | None = None
     """Epoch and number of the caller's version."""
-    want: tuple[int, int] | None = None
+    want: tuple[Exact, Version] | None = None
     """Epoch and number of the version to send; None: the latest."""
-    ranges: tuple[Range, ...] = ()
+    ranges: Ranges = ()
 
 
 @dataclass(frozen=True, slots=True)
 class PullHeader:
     """Announces a version before its bytes."""
 
-    fragment_id: int
-    version: int
-    epoch: int
-    merged_version: int
-    forgotten_version: int
-    tokens_merged: int
+    fragment_id: FragmentId
+    version: Version
+    epoch: Exact
+    merged_version: Version
+    forgotten_version: Version
+    tokens_merged: TokensMerged
     payload: PayloadHeader | None
-    base_version: int | None = None
-    ranges: tuple[Range, ...] = ()
+    base_version: Version | None = None
+    ranges: Ranges = ()
 
 
 @dataclass(frozen=True, slots=True)
 class PushHeader:
     """Announces a contribution, or a seed (round 0), before its bytes."""
 
-    fragment_id: int
-    round: int
-    epoch: int
-    base_version: int
-    tokens: int
-    steps: int
+    fragment_id: FragmentId
+    round: Version
+    epoch: Exact
+    base_version: Version
+    tokens: Annotated[int, FieldLimit(TOKENS_MAX)]
+    steps: Annotated[int, FieldLimit(STEPS_MAX)]
     payload: PayloadHeader
-    manifest_digest: str
-    tokens_merged: int = 0
+    manifest_digest: Name
+    tokens_merged: Annotated[int, FieldLimit(TOKENS_COUNTED_MAX)] = 0
     not_finite: bool = False
-    part: int = 0
-    num_parts: int = 1
-    ranges: tuple[Range, ...] = ()
+    part: Annotated[int, FieldLimit(PARTS_MAX - 1)] = 0
+    num_parts: Annotated[int, FieldLimit(PARTS_MAX)] = 1
+    ranges: Ranges = ()
 
     @property
     def is_seed(self) -> bool:
@@ -328,7 +374,7 @@ class PushAnswer:
     """The outcome of a push. A rejection has a stable code and a message."""
 
     outcome: Outcome
-    code: str = ""
+    code: Name = ""
     message: str = ""
 
 

@@ -21,7 +21,7 @@ from diloco_common.codec import Chunk, Payload
 from diloco_common.codec.frames import chunk_in, frame_of, framed
 from diloco_common.wire import bounds
 from diloco_common.wire.bounds import has_at_most, size_of
-from diloco_common.wire.by_name import Converter, Field, within
+from diloco_common.wire.by_name import Converter, Field
 from diloco_common.wire.manifest import Kind, TensorSpec, buffer_spec, check_tensor
 from diloco_common.wire.messages import (
     Collect,
@@ -32,6 +32,7 @@ from diloco_common.wire.messages import (
     FollowRequest,
     JoinAnswer,
     JoinRequest,
+    Leaving,
     Outcome,
     Progress,
     PullHeader,
@@ -113,7 +114,7 @@ def tensors_from_pb(tensors: Sequence[pb.Tensor]) -> list[TensorSpec]:
 
 def tensors_in_turns(tensors: Sequence[pb.Tensor]) -> Iterator[list[TensorSpec]]:
     """The tensors in order, some at a time: a large model takes longer than others should wait. Raises BadRequest."""
-    bounds.check("JoinRequest", "tensors", tensors)
+    bounds.check("JoinRequest.tensors", tensors, bounds.TENSORS)
     elements = characters = 0
     before = ""
     for start in range(0, len(tensors), TURN):
@@ -203,12 +204,13 @@ _BY_HAND = (
         Progress,
         Field(
             "last_rounds",
-            lambda message: frozenset(within(message.leaving).fragment_ids) if message.HasField("leaving") else None,
+            lambda message: frozenset(_CONVERTER.from_pb(Leaving, message.leaving).fragment_ids)
+            if message.HasField("leaving") else None,
             lambda ids: {"leaving": None if ids is None else pb.Leaving(fragment_ids=sorted(ids))},
         ),
     ),
 )  # fmt: skip
-_CONVERTER = Converter(
+_CONVERTER: Converter = Converter(
     {(kind, field.name): field for kind, field in _BY_HAND},
     {
         PushHeader: _check_push, PullRequest: _check_ranges, PullHeader: _check_ranges,

@@ -22,7 +22,6 @@ from diloco_common.errors import (
     TornUpload,
 )
 from diloco_common.trust.identity import Identity
-from diloco_common.wire import bounds
 from diloco_common.wire.calls import REPORT_EVERY_S
 from diloco_common.wire.messages import (
     PROTOCOL,
@@ -107,7 +106,6 @@ class Service:
             )
         if request.observe:
             return self._host.observe(request.tensors)
-        bounds.check("JoinRequest", "process_id", request.process_id)  # it is kept, and written into every version
         if not caller.learner_id:
             raise BadRequest("metadata diloco-learner is missing")
         check_codecs(self._host.settings.sync, self._host.driver.rules.sources, request.decodes)
