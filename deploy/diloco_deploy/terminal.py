@@ -134,7 +134,7 @@ def _fit(parts: list[str], width: int) -> Text:
     return Text(kept[:width])
 
 
-class _Column(NamedTuple):
+class _TableColumn(NamedTuple):
     title: str
     from_width: int
     """Minimum width of a terminal that shows it."""
@@ -151,27 +151,27 @@ def _versions(_: Snapshot, shard: SeenMember) -> str:
 
 
 _OF_SHARDS = (
-    _Column("shard", 0, lambda _, shard: shard.name, right=False),
-    _Column("state", 48, _state, right=False),
-    _Column("version", 0, _versions),
-    _Column("open", 64, lambda _, shard: str(shard.open_rounds)),
-    _Column("H", 72, lambda _, shard: str(shard.get("sync_every", "-"))),
-    _Column("in", 0, lambda _, shard: units.size(shard.count("bytes_pushed"))),
-    _Column("out", 0, lambda _, shard: units.size(shard.count("bytes_pulled"))),
-    _Column("learners", 56, lambda _, shard: f"{shard.learners_held} alive" if shard.status else "-"),
+    _TableColumn("shard", 0, lambda _, shard: shard.name, right=False),
+    _TableColumn("state", 48, _state, right=False),
+    _TableColumn("version", 0, _versions),
+    _TableColumn("open", 64, lambda _, shard: str(shard.open_rounds)),
+    _TableColumn("H", 72, lambda _, shard: str(shard.get("sync_every", "-"))),
+    _TableColumn("in", 0, lambda _, shard: units.size(shard.count("bytes_pushed"))),
+    _TableColumn("out", 0, lambda _, shard: units.size(shard.count("bytes_pulled"))),
+    _TableColumn("learners", 56, lambda _, shard: f"{shard.learners_held} alive" if shard.status else "-"),
 )
 _OF_WORKERS = (
-    _Column("worker", 0, lambda _, worker: worker.name, right=False),
-    _Column("state", 0, _state, right=False),
-    _Column("step", 48, lambda _, worker: str(worker.get("inner_step", "-"))),
-    _Column(_RATE, 0, lambda _, worker: units.count(float(worker.get("tokens_per_s", 0.0)))),
-    _Column("loss", 0, lambda _, worker: units.loss(worker.get("loss"))),
-    _Column("merged", 56, lambda _, worker: str(worker.get("contributions", {}).get("merged", "-"))),
-    _Column("carried", 64, lambda _, worker: str(worker.get("contributions", {}).get("carried", "-"))),
+    _TableColumn("worker", 0, lambda _, worker: worker.name, right=False),
+    _TableColumn("state", 0, _state, right=False),
+    _TableColumn("step", 48, lambda _, worker: str(worker.get("inner_step", "-"))),
+    _TableColumn(_RATE, 0, lambda _, worker: units.count(float(worker.get("tokens_per_s", 0.0)))),
+    _TableColumn("loss", 0, lambda _, worker: units.loss(worker.get("loss"))),
+    _TableColumn("merged", 56, lambda _, worker: str(worker.get("contributions", {}).get("merged", "-"))),
+    _TableColumn("carried", 64, lambda _, worker: str(worker.get("contributions", {}).get("carried", "-"))),
 )
 
 
-def _table(columns: Sequence[_Column], snapshot: Snapshot, members: Sequence[SeenMember], width: int) -> Table:
+def _table(columns: Sequence[_TableColumn], snapshot: Snapshot, members: Sequence[SeenMember], width: int) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     shown = [column for column in columns if width >= column.from_width]
     rate = _RATES[snapshot.cluster.totals().unit]
@@ -192,7 +192,7 @@ def _followers(shards: Sequence[SeenMember]) -> Table:
     return table
 
 
-def _cell(column: _Column, text: str) -> Text:
+def _cell(column: _TableColumn, text: str) -> Text:
     if column.title != "state":
         return Text(text)
     word = re.sub(r" [\d:]+$", "", text)  # "away 0:12"

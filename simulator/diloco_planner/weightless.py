@@ -68,7 +68,7 @@ class WeightlessTensors:
     def carry(self, values: torch.Tensor, **_: Any) -> None: ...
 
 
-class _Replica:
+class _WeightlessReplica:
     """Replaces the user's model."""
 
     def held(self, fragment: Any) -> Any:
@@ -77,7 +77,7 @@ class _Replica:
 
 def learner_core(manifest: Manifest, policy: LearnerPolicy) -> LearnerCore:
     """The production core with replaced tensors."""
-    core = LearnerCore(cast(Any, _Replica()), manifest, policy)
+    core = LearnerCore(cast(Any, _WeightlessReplica()), manifest, policy)
     for fragment in core.fragments.values():
         fragment.tensors = cast(FragmentTensors, WeightlessTensors())
     return core

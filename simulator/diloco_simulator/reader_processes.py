@@ -38,7 +38,7 @@ def _nothing(*_: Any) -> None:
     """Readers push nothing."""
 
 
-class _Reader:
+class _ReaderProcess:
     def __init__(self, cluster: Stage, role: Role, shard: int) -> None:
         self.name, self.shard = f"{role}-{shard}", shard
         self._cluster, self._options = cluster, cluster.options
@@ -55,7 +55,7 @@ class _Reader:
         return MemoryTransport(network, self.process, path, _nothing, _nothing, self._options.call_s)
 
 
-class MirrorProcess(_Reader):
+class MirrorProcess(_ReaderProcess):
     def __init__(self, cluster: Stage, shard: int) -> None:
         super().__init__(cluster, Role.MIRROR, shard)
         self.process.start(self._run(), self.name)
@@ -103,7 +103,7 @@ class _Liar(Service):
                 yield framed(bytes(bent), chance.getrandbits(32)) if chance.random() < 0.3 else bytes(bent)
 
 
-class StandbyProcess(_Reader):
+class StandbyProcess(_ReaderProcess):
     """Becomes the shard after `promote`."""
 
     def __init__(self, cluster: Stage, shard: int) -> None:

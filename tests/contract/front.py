@@ -16,10 +16,10 @@ from diloco_common.trust.identity import Identity
 from diloco_common.wire import rpc
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_server.shell.access import Callers
-from diloco_server.shell.servicer import Messages, ParameterServer
+from diloco_server.shell.servicer import Messages, ParameterServicer
 
 
-class Front(ParameterServer):
+class Front(ParameterServicer):
     """Serves the shard on another port. Its switches belong to the test, which sets them between calls."""
 
     def __init__(self, shard: InProcessShard) -> None:

@@ -21,7 +21,7 @@ import diloco_worker
 from diloco_common.errors import WrongCall
 from diloco_common.trust.identity import Identity
 from diloco_server.shell import server
-from diloco_server.shell.servicer import ParameterServer
+from diloco_server.shell.servicer import ParameterServicer
 from diloco_worker.shell import ending
 from waiting import DEADLINE_S
 
@@ -158,7 +158,7 @@ def test_a_step_that_is_too_long_to_wait_for_is_broken_off(serve, train, capsys,
     assert said.endswith("a has left the run after 7 steps; all of it is merged\n")
 
 
-class LateGoodbye(ParameterServer):
+class LateGoodbye(ParameterServicer):
     """Ends the control stream of a learner that leaves, and answers it a while later."""
 
     async def Leave(self, caller: Identity, requests: Any, context: Any) -> Any:
@@ -170,7 +170,7 @@ class LateGoodbye(ParameterServer):
 
 
 def test_a_learner_waits_for_the_answer_to_its_goodbye(serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "ParameterServer", LateGoodbye)
+    monkeypatch.setattr(server, "ParameterServicer", LateGoodbye)
     shard = serve()
     learner = diloco_worker.join(shard.address, nn.Linear(4, 2), learner_id="a", wait_s=20)
 

@@ -28,7 +28,7 @@ app = new_app("diloco-worker", "Run one worker with the built-in training.")
 
 
 @dataclass(frozen=True)
-class _Outputs:
+class _OutputFiles:
     """Files to write besides the checkpoint; None: do not write it."""
 
     address: Path | None
@@ -85,7 +85,7 @@ def work(
     logs.configure()
     if settings.worker.threads:
         torch.set_num_threads(settings.worker.threads)
-    outputs = _Outputs(address_file, final_status, export, out, progress)
+    outputs = _OutputFiles(address_file, final_status, export, out, progress)
     (_evaluate if command == "evaluate" else _train)(settings, outputs)
 
 
@@ -108,7 +108,7 @@ def declared_digest(settings: Settings) -> str:
     return digest_of(made, companions=make_optimizer(made, train))
 
 
-def _train(settings: Settings, outputs: _Outputs) -> None:
+def _train(settings: Settings, outputs: _OutputFiles) -> None:
     from diloco_common.observe.http import check_http_is_meant
     from diloco_common.observe.logs import Log
     from diloco_common.wire.addresses import write_json
@@ -183,7 +183,7 @@ def _signals_that_call(stop: Callable[[], None]) -> set[int]:
     return came
 
 
-def _evaluate(settings: Settings, outputs: _Outputs) -> None:
+def _evaluate(settings: Settings, outputs: _OutputFiles) -> None:
     import torch
 
     from diloco_common.wire.addresses import write_json

@@ -136,12 +136,12 @@ SLICE_ELEMENTS = 2**18
 """Encoders and decoders work on this many elements at a time: 1 MiB of float32, which stays in the cache."""
 
 
-class _Buffers(threading.local):
+class _ScratchBuffers(threading.local):
     def __init__(self) -> None:
         self.by_key: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
 
 
-_buffers = _Buffers()
+_buffers = _ScratchBuffers()
 
 
 def scratch(name: str, dtype: torch.dtype, size: int, device: torch.device) -> Tensor:

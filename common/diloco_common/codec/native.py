@@ -83,7 +83,7 @@ class BlockLoops(Loops):
 
     def weighted_sum(self, parts: Sequence[_Part], weights: Sequence[float]) -> WeightedSum:
         """The starts must differ by multiples of BLOCK."""
-        sources = (_Source * len(parts))(*map(partial(_source, self._head[0]), parts, weights))
+        sources = (_Summand * len(parts))(*map(partial(_source, self._head[0]), parts, weights))
         start = parts[0][2] % BLOCK
         return self._sum((*self._head, sources, len(parts), start), start, parts)
 
@@ -155,7 +155,7 @@ def _addresses(reference: tuple[Tensor, Tensor | None] | None) -> tuple[int, int
     return (values.data_ptr(), 0, 0) if values.itemsize == 4 else (0, values.data_ptr(), _address(progress))
 
 
-class _Source(ctypes.Structure):
+class _Summand(ctypes.Structure):
     """`struct source` of kernels/merging.c."""
 
     _fields_ = (("scales", ctypes.c_void_p), ("codes", ctypes.c_void_p), ("weight", ctypes.c_float))
@@ -196,11 +196,13 @@ class WeightedSum:
         self._step(*self._heads, self._start + theta.numel(), momentum, lr, velocity.data_ptr(), theta.data_ptr())
 
 
-def _source(bits: int, part: tuple[Tensor, int, int], weight: float) -> _Source:
+def _source(bits: int, part: tuple[Tensor, int, int], weight: float) -> _Summand:
     """The addresses of scale and codes of the block with the part's first element."""
     chunk, num_elements, start = part
     block, num_blocks, address = start // BLOCK, -(-num_elements // BLOCK), chunk.data_ptr()
-    return _Source(address + 4 * block, address + 4 * num_blocks + block * BLOCK * (8 if bits == 8 else 4) // 8, weight)
+    return _Summand(
+        address + 4 * block, address + 4 * num_blocks + block * BLOCK * (8 if bits == 8 else 4) // 8, weight
+    )
 
 
 def kernels() -> Kernels | None:

@@ -83,7 +83,7 @@ def _context(files: TlsFiles) -> ssl.SSLContext:
     return context
 
 
-class _Connection(H11Protocol):
+class _HttpConnection(H11Protocol):
     """One connection, which passes the caller's certificate to its requests."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -109,7 +109,7 @@ class HttpListener:
         config = uvicorn.Config(
             application,
             interface="asgi3",
-            http=_Connection,
+            http=_HttpConnection,
             ws="none",
             lifespan="off",
             log_config=None,

@@ -44,9 +44,9 @@ class GrpcTransport:
         self._credentials = credentials or Credentials()
         where = Whereabouts(address)
         self._waits_for_shard = waits_for_shard
-        self._control = _Line(where, rpc.CHANNEL_OPTIONS, self._credentials)
-        self._pushes = _Line(where, rpc.BULK_CHANNEL_OPTIONS, self._credentials)
-        self._pulls = _Line(where, rpc.BULK_CHANNEL_OPTIONS, self._credentials)
+        self._control = _RenewedChannel(where, rpc.CHANNEL_OPTIONS, self._credentials)
+        self._pushes = _RenewedChannel(where, rpc.BULK_CHANNEL_OPTIONS, self._credentials)
+        self._pulls = _RenewedChannel(where, rpc.BULK_CHANNEL_OPTIONS, self._credentials)
         self._probe = _Probe(where, self._credentials)
 
     async def join(self, caller: Identity, request: JoinRequest, timeout_s: float) -> JoinAnswer:
@@ -109,7 +109,7 @@ class GrpcTransport:
         return rpc.metadata_of(caller, self._credentials.token())
 
 
-class _Line:
+class _RenewedChannel:
     """One channel, replaced when certificate or address change: gRPC fixes these when a channel is made."""
 
     def __init__(self, where: Whereabouts, options: list[tuple[str, int]], credentials: Credentials) -> None:

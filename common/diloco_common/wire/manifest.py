@@ -255,7 +255,7 @@ class Manifest:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class _TensorRows:
     tensor: TensorSpec
     tensor_offset: int
     num_elements: int
@@ -427,25 +427,25 @@ def _cut(
     )
 
 
-def _lots(specs: Sequence[TensorSpec], kind: Kind, target: int) -> Iterator[tuple[_Rows, ...]]:
+def _lots(specs: Sequence[TensorSpec], kind: Kind, target: int) -> Iterator[tuple[_TensorRows, ...]]:
     """Groups of pieces that stay together: single pieces, except for a module's buffers that are not just averaged."""
     means = {mean_of(t.name) for t in specs if t.rule == "variance"}
-    modules: dict[str, list[_Rows]] = {}
+    modules: dict[str, list[_TensorRows]] = {}
     for t in specs:
         if kind == "buffer" and (t.rule != "mean" or t.name in means):
-            modules.setdefault(t.name.rpartition(".")[0], []).append(_Rows(t, 0, t.num_elements))
+            modules.setdefault(t.name.rpartition(".")[0], []).append(_TensorRows(t, 0, t.num_elements))
         else:
             yield from ((rows,) for rows in _split(t, target))
     yield from map(tuple, modules.values())
 
 
-def _split(tensor: TensorSpec, target: int) -> list[_Rows]:
+def _split(tensor: TensorSpec, target: int) -> list[_TensorRows]:
     """Split a tensor by rows into nearly equal pieces of at most about `target` elements."""
     rows = tensor.shape[0] if tensor.shape else 1
     row = tensor.num_elements // rows
     parts = min(rows, math.ceil(tensor.num_elements / target))
     bounds = [rows * i // parts for i in range(parts + 1)]
-    return [_Rows(tensor, a * row, (b - a) * row) for a, b in itertools.pairwise(bounds)]
+    return [_TensorRows(tensor, a * row, (b - a) * row) for a, b in itertools.pairwise(bounds)]
 
 
 def _pack(sizes: Sequence[int], num_bins: int) -> list[list[int]]:
@@ -469,7 +469,7 @@ def _pack_index(sizes: Sequence[int], num_bins: int) -> list[int]:
     return homes
 
 
-def _lay_out(rows: Sequence[_Rows]) -> tuple[Piece, ...]:
+def _lay_out(rows: Sequence[_TensorRows]) -> tuple[Piece, ...]:
     """Lay pieces end to end in a fragment, by name."""
     pieces, offset = [], 0
     for r in sorted(rows, key=lambda r: (r.tensor.name, r.tensor_offset)):

@@ -70,7 +70,7 @@ def check_cluster(settings: Settings) -> None:
         raise DataError(f"data.source: there is no file or folder {source!r}; give one, or 'stdlib'")
 
 
-class _Interrupted(Exception):
+class _Signalled(Exception):
     """A signal asked us to end."""
 
 
@@ -128,7 +128,7 @@ class LocalRun:
                 "evaluation": found
             }
             self._stop_all()
-        except _Interrupted:
+        except _Signalled:
             return self._interrupted()
         except _ChildFailed as failure:
             return self._failed(*failure.args)
@@ -262,7 +262,7 @@ class LocalRun:
             self._listen(now)
             self._display.show(self._watch.snapshot(now), now)
             if self._interrupts.count:
-                raise _Interrupted
+                raise _Signalled
             if is_over():
                 return
             self._interrupts.wait(LOOK_S)

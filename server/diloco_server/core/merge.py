@@ -272,10 +272,10 @@ class _Addend(Protocol):
 
 
 def _source(payload: Payload | PartedPayload) -> _Addend:
-    return _Parted(payload) if isinstance(payload, PartedPayload) else _Whole(payload)
+    return _Parted(payload) if isinstance(payload, PartedPayload) else _WholePayload(payload)
 
 
-class _Whole:
+class _WholePayload:
     def __init__(self, payload: Payload) -> None:
         header = payload.header
         self.codec = get_codec(header.encoding)
@@ -292,7 +292,7 @@ class _Whole:
 
 class _Parted:
     def __init__(self, payload: PartedPayload) -> None:
-        sources = [(_Whole(part.payload), part) for part in payload.parts]
+        sources = [(_WholePayload(part.payload), part) for part in payload.parts]
         self._spans = sorted(((span, source) for source, part in sources for span in part.spans), key=lambda s: s[0])
         self._starts = [span.start for span, _ in self._spans]
         self.codec = sources[0][0].codec

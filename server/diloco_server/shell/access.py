@@ -23,7 +23,7 @@ from diloco_common.wire.calls import AGAIN_S
 
 
 @dataclass(eq=False, slots=True)
-class _OpenCall:
+class _TimedCall:
     caller: Identity
     serial: str
     limit: asyncio.Timeout
@@ -37,7 +37,7 @@ class Callers:
         self._wall_clock = wall_clock
         self._needs_certificate = needs_certificate
         self._revoked: frozenset[str] = frozenset()
-        self._open: set[_OpenCall] = set()
+        self._open: set[_TimedCall] = set()
 
     def proven(self, claimed: Identity, certificate: bytes | None) -> Identity:
         """The caller with its proof, if this shard requires one.
@@ -79,7 +79,7 @@ class Callers:
             return
         self._check(proof)  # again, since the caller may have waited
         limit = asyncio.timeout(proof.expires - self._wall_clock())
-        call = _OpenCall(caller, proof.serial, limit)
+        call = _TimedCall(caller, proof.serial, limit)
         self._open.add(call)
         try:
             async with limit:

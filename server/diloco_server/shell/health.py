@@ -69,7 +69,7 @@ class Health:
 
     async def Watch(self, requests: Messages, context: Context) -> None:
         async with self._admitted(context) as caller:
-            await context.send_initial_metadata(())  # see ParameterServer.admitted
+            await context.send_initial_metadata(())  # see ParameterServicer.admitted
             with self._watches.held(caller.account, f"watches of {caller.account or 'this host'}"):
                 name = await self._asked_for(requests)
                 try:

@@ -43,7 +43,7 @@ from diloco_server.shell.host import ShardHost
 from diloco_server.shell.quotas import connections_allowed, connections_wanted, files_max, raise_limit
 from diloco_server.shell.readers import Mirror, Standby, tell_replaced
 from diloco_server.shell.service import Service
-from diloco_server.shell.servicer import ParameterServer
+from diloco_server.shell.servicer import ParameterServicer
 from diloco_server.shell.status import record_since, rounds_since, shard_status, standby_status
 from diloco_server.storage.filesystem import Disk, FolderLock
 from diloco_server.storage.standby import StandbyFolder
@@ -120,7 +120,7 @@ class ShardServer:
     async def start(self) -> None:
         """Bind both ports, recover the data folder, and serve. Raises ConfigError, InUse or DataError."""
         check_http_is_meant("shard.http", self.settings.shard.http, self.settings.security)
-        servicer = ParameterServer(
+        servicer = ParameterServicer(
             self.service, self.settings.run.id, self._access.callers, self.host.telemetry.call_refused,
             self._access.bearer_token, lambda: rpc.hello(time.time(), installed()),
         )  # fmt: skip

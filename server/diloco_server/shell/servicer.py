@@ -35,7 +35,7 @@ JOINS, JOINS_PER_S = 128, 8.0
 second; many share a connection only behind a proxy."""
 
 
-class ParameterServer:
+class ParameterServicer:
     def __init__(
         self,
         service: ShardService,

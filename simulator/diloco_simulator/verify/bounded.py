@@ -97,7 +97,7 @@ HEALTHY = 0.9
 
 
 @dataclass
-class _Followed:
+class _EpochBounds:
     """One epoch of a shard."""
 
     counted: dict[tuple[int, str], LengthLimit] = field(default_factory=dict)
@@ -129,11 +129,11 @@ class BoundedInfluence:
         self._cluster = cluster
         self._sickness = sickness = cluster.options.sickness
         self._stuck = cluster.learner_ids[sickness.learner] if sickness is not None and sickness.how == "stuck" else ""
-        self._followed: dict[str, _Followed] = {}
+        self._followed: dict[str, _EpochBounds] = {}
 
     def heard(self, name: str, what: str, facts: dict[str, Any]) -> None:
         if what == "born" and facts["role"] == "shard":
-            self._followed[name] = _Followed()
+            self._followed[name] = _EpochBounds()
         elif what in ("joined", "opened", "merging", "announced"):
             host = self._cluster.shards[int(name.removeprefix("shard-"))].host
             assert host is not None
@@ -156,7 +156,7 @@ class BoundedInfluence:
                 self._judged(followed, compared, len(known), verdicts)
             followed.judges = _judges(followed, shard)
 
-    def _catch_up(self, followed: _Followed, shard: Shard, news: Sequence[Event]) -> None:
+    def _catch_up(self, followed: _EpochBounds, shard: Shard, news: Sequence[Event]) -> None:
         for event in news:
             match event.fact:
                 case LearnerJoined(learner_id=learner_id, generation=generation):
@@ -171,7 +171,7 @@ class BoundedInfluence:
 
     # ------------------------------------------------------------ lengths
 
-    def _merging(self, followed: _Followed, shard: Shard, facts: dict[str, Any]) -> None:
+    def _merging(self, followed: _EpochBounds, shard: Shard, facts: dict[str, Any]) -> None:
         fragment_id = facts["fragment"]
         state = shard.fragments[fragment_id]
         closed = state.closed
@@ -188,7 +188,7 @@ class BoundedInfluence:
             followed.closed[fragment_id] = closed
 
     def _bound(
-        self, followed: _Followed, fragment_id: int, part: Sequence[Contribution], before: LengthLimit | None,
+        self, followed: _EpochBounds, fragment_id: int, part: Sequence[Contribution], before: LengthLimit | None,
         after: LengthLimit | None,
     ) -> None:  # fmt: skip
         """Check what is kept of each length, and the limit for the next round."""
@@ -218,7 +218,7 @@ class BoundedInfluence:
     # ------------------------------------------------------------ directions
 
     def _compared(
-        self, followed: _Followed, known: Sequence[Contribution], closed: Round, fragment: Fragment
+        self, followed: _EpochBounds, known: Sequence[Contribution], closed: Round, fragment: Fragment
     ) -> set[str]:
         """Note where contributions point that can be compared with two others. Returns their learners."""
         if self._sickness is None:
@@ -235,7 +235,9 @@ class BoundedInfluence:
             followed.pointed.setdefault(c.learner_id, deque(maxlen=TOLD)).append(_along(c, fragment))
         return {c.learner_id for c in compared}
 
-    def _judged(self, followed: _Followed, compared: Collection[str], learners: int, verdicts: Sequence[Event]) -> None:
+    def _judged(
+        self, followed: _EpochBounds, compared: Collection[str], learners: int, verdicts: Sequence[Event]
+    ) -> None:
         """Check who is left out from now on, and who takes part again. `learners`: how many the round had."""
         out = {e.fact.learner_id for e in verdicts if isinstance(e.fact, LearnerLeftOut)}
         back = {e.fact.learner_id for e in verdicts if isinstance(e.fact, LearnerTakesPart)}
@@ -262,7 +264,7 @@ class BoundedInfluence:
             self._cluster.counts["learners that take part again"] += len(back)
 
 
-def _judges(followed: _Followed, shard: Shard) -> set[int]:
+def _judges(followed: _EpochBounds, shard: Shard) -> set[int]:
     """Generations of the learners that take part."""
     live = (m for m in shard.membership.live() if m.first_step is not None)
     return {m.generation for m in live if m.learner_id not in followed.out}

@@ -106,7 +106,7 @@ class NetworkCall:
         self._client = client
         self._answer = answer
         self._came: asyncio.Queue[Any] = asyncio.Queue()  # at the client
-        self._handlers: list[_Handler] = []
+        self._handlers: list[_CallHandler] = []
         self._given_up = False  # by the client
         self._dead = False
         self._arrives_at = {True: 0.0, False: 0.0}
@@ -162,7 +162,7 @@ class NetworkCall:
             return
         process, service = serving
         for copy in range(2 if self.is_twice else 1):
-            handler = _Handler(self, process, self._answer, service, answers=copy == 0)
+            handler = _CallHandler(self, process, self._answer, service, answers=copy == 0)
             self._handlers.append(handler)
             if copy:
                 later = self._timeline.now + self._network.delay_s()
@@ -238,7 +238,7 @@ class NetworkCall:
             self._came.put_nowait(item)
 
 
-class _Handler:
+class _CallHandler:
     def __init__(
         self, call: NetworkCall, process: SimulatedProcess, answer: Answer, service: ShardService, *, answers: bool
     ) -> None:

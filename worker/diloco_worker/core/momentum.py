@@ -130,7 +130,7 @@ KEPT: dict[Momentum, tuple[str, ...]] = {
 """Kind of momentum -> its key in the optimizer's state, and that of the second moment, if any."""
 
 
-class _Held(NamedTuple):
+class _StateTensor(NamedTuple):
     """A tensor in an optimizer's state, and its place there."""
 
     of: str
@@ -149,7 +149,7 @@ class Companions:
         every = _listed(optimizers)
         name_of = {id(p): name for name, p in chosen.shared.items()}
         self.by_name: dict[str, Companion] = {}
-        self._held: list[_Held] = []
+        self._held: list[_StateTensor] = []
         for optimizer in every:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
@@ -196,7 +196,7 @@ class Companions:
         pace = partial(_pace, group)
         pace()  # may raise
         self.by_name[of] = Companion(kind, first, second[0] if second else None, pace)
-        self._held += [_Held(of, optimizer, parameter, key, state[key]) for key in keys]
+        self._held += [_StateTensor(of, optimizer, parameter, key, state[key]) for key in keys]
 
 
 def most_of(beta1: float, beta2: float) -> float:
