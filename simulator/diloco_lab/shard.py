@@ -42,14 +42,14 @@ class LockstepShard:
 
     def push(self, member: Member, header: PushHeader, payload: Payload) -> PushAnswer:
         """Check the header, then the bytes, then accept the contribution."""
-        answer = self.shard.admit(member, header)
+        answer = self.shard.taking.admit(member, header, self.clock())
         if answer is None:
             try:
                 norms = piece_norms(payload, self.shard.owned(header.fragment_id).fragment.pieces)
             except Refusal as refusal:
-                answer = self.shard.reject(member, header, refusal)
+                answer = self.shard.taking.reject(member, header, refusal)
             else:
-                answer = self.shard.contribute(member, header, payload, norms, self.clock())
+                answer = self.shard.taking.contribute(member, header, payload, norms, self.clock())
         self.advance()
         return answer
 

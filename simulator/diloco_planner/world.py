@@ -445,7 +445,7 @@ class PlannedLearner:
             return
         try:
             shard.check(push.member.learner_id, push.member.generation, self.lease.epoch)
-            answer = shard.admit(push.member, push.header)
+            answer = shard.taking.admit(push.member, push.header, self.world.now)
         except Refusal:
             return
         if answer is not None:
@@ -461,7 +461,7 @@ class PlannedLearner:
         if push.member is not self.member:
             return
         try:
-            answer = self.world.shard.contribute(push.member, push.header, NO_BYTES, push.norms, self.world.now)
+            answer = self.world.shard.taking.contribute(push.member, push.header, NO_BYTES, push.norms, self.world.now)
         except Refusal:
             return
         self._answer(push, answer)

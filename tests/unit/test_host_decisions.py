@@ -169,7 +169,7 @@ class Writing:
     def push(self, round_number: int) -> None:
         base = max(0, round_number - 1)
         header = PushHeader(0, round_number, 1, base, 10, 1, PAYLOAD.header, self.shard.manifest.digest)
-        assert self.shard.contribute(self.member, header, PAYLOAD, (1.0,), self.now).outcome is Outcome.ACCEPTED
+        assert self.shard.taking.contribute(self.member, header, PAYLOAD, (1.0,), self.now).outcome is Outcome.ACCEPTED
         self.shard.tick(self.now)
 
     def forget_ann(self) -> None:

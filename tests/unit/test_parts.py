@@ -69,12 +69,12 @@ class Islands(Rig):
         payload = encode_payload(flat, encoding, chunk_elements=256)
         header = self.header(number, payload, part=part, num_parts=len(ranges), ranges=mine, **changes)
         member = self.members[learner_id]
-        answer = self.shard.admit(member, header)
+        answer = self.shard.taking.admit(member, header, self.now)
         if answer is None:
             norms = PieceNorms(payload.header, 3, places_of(mine, self.shard.fragments[0].fragment.pieces))
             for chunk in payload.chunks:
                 norms.add(chunk)
-            answer = self.shard.contribute(member, header, payload, norms.finish(), self.now)
+            answer = self.shard.taking.contribute(member, header, payload, norms.finish(), self.now)
         self.advance()
         return answer
 
@@ -190,7 +190,7 @@ def test_ranges_lie_in_the_fragment() -> None:
     rig = Islands(quorum=1).started("island", "other")
     payload = encode_payload(torch.ones(10), "int8")
     header = rig.header(1, payload, num_parts=2, ranges=(Range(SIZE - 5, SIZE + 5),))
-    answer = rig.shard.admit(rig.members["island"], header)
+    answer = rig.shard.taking.admit(rig.members["island"], header, rig.now)
     assert answer.code == "BAD_PAYLOAD"
 
 

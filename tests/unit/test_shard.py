@@ -49,7 +49,7 @@ def let_in(rig: Rig, learner_id: str = "a") -> tuple[Member, PushHeader, Payload
     """A copy of a contribution to round 1, which was let in by its header."""
     payload = encode_payload(torch.ones(SIZE), "float32")
     copy = rig.members[learner_id], rig.header(1, payload), payload
-    assert rig.shard.admit(*copy[:2]) is None
+    assert rig.shard.taking.admit(*copy[:2], rig.now) is None
     return copy
 
 
@@ -238,7 +238,7 @@ def test_bad_bytes_of_a_copy_are_no_refusal_of_what_was_taken(taken: str) -> Non
     member, header, _ = let_in(rig)
     rig.holds_jobs = taken == "computed"
     assert rig.contribute("a", 1).outcome is ACCEPTED
-    assert rig.shard.reject(member, header, DAMAGED).outcome is DUPLICATE
+    assert rig.shard.taking.reject(member, header, DAMAGED).outcome is DUPLICATE
     assert not rig.shard.ledger.rejected
     assert not member.missed
 
@@ -302,7 +302,9 @@ def test_what_a_guard_refuses_is_counted_and_changes_nothing(rig: Rig, code: str
 def test_sizes_and_encodings_are_refused_before_the_bytes(code: str, encoding: str, size: int, number: int) -> None:
     rig = Rig().started("a", "b") if number else Rig().joined("a", "b")
     before = rig.snapshot()
-    answer = rig.shard.admit(rig.members["a"], rig.header(number, encode_payload(torch.ones(size), encoding)))
+    answer = rig.shard.taking.admit(
+        rig.members["a"], rig.header(number, encode_payload(torch.ones(size), encoding)), rig.now
+    )
     assert (answer.outcome, answer.code, rig.snapshot()) == (REJECTED, code, before)
 
 
@@ -556,11 +558,11 @@ def test_no_copy_of_what_was_refused_is_taken_when_the_round_opens_again() -> No
     """The learner has given its work back. The copy was let in before that, and its bytes came slowly."""
     rig = Rig().started("a")
     member, header, payload = let_in(rig)
-    refused = rig.shard.reject(member, header, DAMAGED)
+    refused = rig.shard.taking.reject(member, header, DAMAGED)
     rig.advance()
     assert rig.state.round is None
     rig.step("a", steps=4)
-    assert rig.shard.contribute(member, header, payload, (1.0,), 0.0) == refused
+    assert rig.shard.taking.contribute(member, header, payload, (1.0,), 0.0) == refused
     assert not rig.state.round.contributions
     rig.advance()
     assert rig.state.round is None, "nobody waits for what was refused"

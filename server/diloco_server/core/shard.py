@@ -1,9 +1,9 @@
 """The shard: one state machine that makes every decision and performs no I/O.
 
-Callers report events and their times (`join`, `progress`, `admit`, `contribute`, `committed`, ..., `tick`). The shard
-changes its state and queues effects for the shell to carry out. This file is the interface; it also updates rounds and
-versions when a learner joins or goes. The other decisions are in five files, and callers report to `versions` and
-`rounds` what concerns these alone:
+Callers report events and their times (`join`, `progress`, `committed`, ..., `tick`). The shard changes its state and
+queues effects for the shell to carry out. This file is the interface; it also updates rounds and versions when a
+learner joins or goes. The other decisions are in five files, and callers report to `taking`, `versions` and `rounds`
+what concerns these alone:
 
     membership.py   leases and generations
     influence.py    how much one contribution may move the model
@@ -23,7 +23,6 @@ from diloco_common.errors import (
     Draining,
     NotJoined,
     NotSeeded,
-    Refusal,
     Revoked,
     StaleGeneration,
     Superseded,
@@ -40,8 +39,6 @@ from diloco_common.wire.messages import (
     Progress,
     PullHeader,
     Pulse,
-    PushAnswer,
-    PushHeader,
     Stop,
     VersionId,
 )
@@ -72,6 +69,7 @@ class Shard:
             settings.run, settings.shard, settings.sync, epoch, self.influence, self.membership, self._outbox
         )
         self.rounds = Rounds(settings, self.influence, self.membership, self.versions, self._outbox)
+        self.taking = self.rounds.taking
 
     def take_effects(self) -> list[Effect]:
         return self._outbox.take()
@@ -171,22 +169,6 @@ class Shard:
         self._outbox.tell(member, Evicted(code, words))
         self._outbox.note(LearnerGone(member.learner_id, member.generation, code))
         self.rounds.lose(member, code)
-
-    # ------------------------------------------------------------ contributions
-
-    def admit(self, member: Member, header: PushHeader) -> PushAnswer | None:
-        """Decide on a push by its header alone. Returns its answer, or None if the learner shall send the bytes."""
-        return self.rounds.taking.admit(member, header)
-
-    def contribute(
-        self, member: Member, header: PushHeader, payload: Payload, piece_norms: tuple[float, ...], now: float
-    ) -> PushAnswer:
-        """Take an admitted push whose bytes are complete and valid. Raises Busy."""
-        self._outbox.now = now
-        return self.rounds.taking.contribute(member, header, payload, piece_norms, now)
-
-    def reject(self, member: Member, header: PushHeader, refusal: Refusal) -> PushAnswer:
-        return self.rounds.taking.reject(member, header, refusal)
 
     # ------------------------------------------------------------ versions
 

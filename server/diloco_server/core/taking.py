@@ -41,8 +41,9 @@ class Taking:
     def _now(self) -> float:
         return self._outbox.now
 
-    def admit(self, member: Member, header: PushHeader) -> PushAnswer | None:
-        """Decide on a push by its header alone. Returns its answer, or None if its bytes are wanted."""
+    def admit(self, member: Member, header: PushHeader, now: float) -> PushAnswer | None:
+        """Decide on a push by its header alone. Returns its answer, or None if its bytes are wanted. Raises Busy."""
+        self._outbox.now = now
         try:
             answer = self._admit(member, header)
         except Busy:
@@ -51,7 +52,7 @@ class Taking:
             answer = self.reject(member, header, refusal)
         call = self._call(header)
         if call is not None and answer is not HELD:  # an empty part does not show when the others arrive
-            member.arrivals.header(call, self._now, wanted=answer is None)
+            member.arrivals.header(call, now, wanted=answer is None)
         return answer
 
     def contribute(
@@ -63,6 +64,7 @@ class Taking:
 
         A part is held until the others arrive. Raises Busy if another learner is sending version 0 in parts.
         """
+        self._outbox.now = now
         call = self._call(header)
         if call is not None:
             member.arrivals.bytes_came(call, header.payload.num_elements, now)

@@ -287,7 +287,7 @@ class ShardHost:
 
     def admit(self, member: Member, header: PushHeader) -> PushAnswer | None:
         """Decide on a push by its header alone. Returns its answer, or None if its bytes are wanted."""
-        answer = self.shard.admit(member, header)
+        answer = self.shard.taking.admit(member, header, self.clock())
         return None if answer is None else self._answered(member, header, answer)
 
     def norms_of(self, header: PushHeader) -> PieceNorms:
@@ -310,11 +310,11 @@ class ShardHost:
         """
         self.work.check_open()
         member = self.member(caller)
-        answer = self.shard.contribute(member, header, payload, norms, self.clock())
+        answer = self.shard.taking.contribute(member, header, payload, norms, self.clock())
         return self._answered(member, header, answer)
 
     def reject(self, member: Member, header: PushHeader, refusal: Refusal) -> PushAnswer:
-        return self._answered(member, header, self.shard.reject(member, header, refusal))
+        return self._answered(member, header, self.shard.taking.reject(member, header, refusal))
 
     def _answered(self, member: Member, header: PushHeader, answer: PushAnswer) -> PushAnswer:
         if answer.code != PART:
