@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import resource
+import socket
 import ssl
+import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from datetime import timedelta
@@ -25,7 +28,7 @@ from diloco_common.trust.files import TlsFiles, TlsFolder, read_folder
 from diloco_deploy.cluster.asking import Asker, NoAnswer, fetch_all
 from diloco_deploy.cluster.asking import ask as ask_shard
 from statuses import fetch_status
-from waiting import DEADLINE_S
+from waiting import DEADLINE_S, until_async
 
 
 class Process:
@@ -66,6 +69,22 @@ async def test_metrics_are_served_in_the_prometheus_format(process):
     assert answer.headers["content-type"].startswith("text/plain; version=")
     (family,) = text_string_to_metric_families(answer.text)
     assert (family.name, family.samples[0].value) == ("diloco_test_answer", 42)
+
+
+async def test_without_free_files_a_server_waits_and_does_not_spin(process):
+    failures: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    async with process.serving() as browser:
+        with socket.socket() as caller, tempfile.TemporaryFile() as next_file:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (next_file.fileno() + 1, limits[1]))
+            try:
+                caller.connect((browser.base_url.host, browser.base_url.port))
+                await until_async(lambda: failures, "the server to find no file for the caller")
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert len(failures) == 1, "it waits a second before it tries again"
+        assert (await browser.get("/healthz")).status_code == 200
 
 
 @pytest.mark.parametrize(("is_ready", "code"), [((True, "serving"), 200), ((False, "fragment 3 is not seeded"), 503)])

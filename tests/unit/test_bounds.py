@@ -15,32 +15,10 @@ from google.protobuf.message import Message
 
 from diloco_common.codec import PayloadHeader
 from diloco_common.errors import WORDS_MAX, BadRequest, Busy, plain, refusal_from
-from diloco_common.wire import bounds, protobuf
+from diloco_common.wire import bounds, messages, protobuf
 from diloco_common.wire.bounds import FieldLimit
 from diloco_common.wire.by_name import limits_of
 from diloco_common.wire.manifest import TensorSpec, Tie
-from diloco_common.wire.messages import (
-    Collect,
-    Committed,
-    Evicted,
-    FollowRequest,
-    FragmentStatus,
-    FrozenTensor,
-    Held,
-    JoinAnswer,
-    JoinRequest,
-    LearnerPolicy,
-    Leaving,
-    Near,
-    Progress,
-    PullHeader,
-    PullRequest,
-    Pulse,
-    PushAnswer,
-    PushHeader,
-    Range,
-    ShardAway,
-)
 from diloco_protos import parameter_server_pb2 as pb
 
 FRAMES = {f"{kind}.{name}" for kind in ("PushRequest", "PullResponse") for name in ("chunk", "crc32c", "padding")}
@@ -55,14 +33,12 @@ BY_OTHER_MEANS = {
 """Bytes whose size the header announces, with what comes with them, and words, which are cut."""
 
 VALUES: dict[str, type] = {
-    "JoinResponse": JoinAnswer, "Payload": PayloadHeader, "PushResponse": PushAnswer,
-    **{
-        kind.__name__: kind
-        for kind in (
-            Collect, Committed, Evicted, FollowRequest, FragmentStatus, FrozenTensor, Held, JoinRequest, LearnerPolicy,
-            Leaving, Near, Progress, PullHeader, PullRequest, Pulse, PushHeader, Range, ShardAway, Tie,
-        )
-    },
+    "JoinResponse": messages.JoinAnswer, "Payload": PayloadHeader, "PushResponse": messages.PushAnswer, "Tie": Tie,
+    **{kind.DESCRIPTOR.name: getattr(messages, kind.DESCRIPTOR.name) for kind in (
+        pb.Collect, pb.Committed, pb.Evicted, pb.FollowRequest, pb.FragmentStatus, pb.FrozenTensor, pb.Held,
+        pb.JoinRequest, pb.LearnerPolicy, pb.Leaving, pb.Near, pb.Progress, pb.PullHeader, pb.PullRequest, pb.Pulse,
+        pb.PushHeader, pb.Range, pb.ShardAway,
+    )},
 }  # fmt: skip
 READ: dict[str, Callable[[Any], object]] = {
     **{name: partial(protobuf.from_pb, kind) for name, kind in VALUES.items()},
@@ -315,7 +291,7 @@ def test_words_are_cut_wherever_they_come_from() -> None:
     words = "x\n" * 5000
     response = pb.PushResponse(outcome=pb.PushResponse.REJECTED, code="BUSY", message=words)
     evicted = protobuf.directive_from_pb(pb.Directive(evicted=pb.Evicted(code="BUSY", message=words)))
-    assert isinstance(evicted, Evicted)
+    assert isinstance(evicted, messages.Evicted)
     for said in (
         str(Busy(words)), str(refusal_from("BUSY", words)), str(refusal_from("NEW", words)), evicted.message,
         protobuf.answer_from_pb(response).message,

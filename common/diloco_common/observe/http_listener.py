@@ -1,8 +1,9 @@
 """Serves an ASGI application with uvicorn in the caller's event loop, in plaintext or over TLS.
 
 uvicorn limits idle connections after their first answer, and nothing else; `docs/security.md` says what that leaves
-open. Certificates are optional, since probes ask for health without one. A certificate that the run's CA has not signed
-is refused.
+open. Health shares the port: with one of its own it answered no sooner under a flood of requests, and not at all either
+where silent connections held all files of the process. Certificates are optional, since probes ask for health without
+one. A certificate that the run's CA has not signed is refused.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from diloco_common.trust.files import TlsFiles, proof_of
 from diloco_common.trust.identity import Proof, Scope
 from diloco_common.wire.addresses import bind_socket, bound_address
 
+BACKLOG = 128
+"""Connections that the kernel keeps until they are accepted."""
 LOOKERS = (Scope.OBSERVER, Scope.ADMIN)
 """Scopes that may see metrics and status of every process of their run."""
 
@@ -117,6 +120,7 @@ class HttpListener:
             server_header=False,
             proxy_headers=False,
             timeout_graceful_shutdown=1,
+            backlog=1,  # asyncio accepts so many at once, and without free files tries each again: a busy loop
             ssl_context_factory=None if door is None else lambda *_: door.context(),
         )
         self._server = uvicorn.Server(config)
@@ -133,6 +137,7 @@ class HttpListener:
         self._server.config.load()
         self._server.lifespan = self._server.config.lifespan_class(self._server.config)
         await self._server.startup(sockets=self._sockets)
+        sock.listen(BACKLOG)
         self._task = asyncio.create_task(self._server.main_loop(), name="http")
         return str(bound_address(sock))
 
