@@ -72,7 +72,7 @@ def test_a_proxy_of_the_environment_catches_no_call_to_this_machine(shard, monke
             {"tensors": [TensorSpec("w", (-3,))]},
             STATUS.INVALID_ARGUMENT,
             "BAD_REQUEST",
-            "the tensor 'w': Tensor.shape[] is -3",
+            "the tensor 'w': Tensor.shape is -3",
         ),
         ({"tensors": [TensorSpec("", (3,))]}, STATUS.INVALID_ARGUMENT, "BAD_REQUEST", "Tensor.name has 0 characters"),
         ({"process_id": "x" * 65}, STATUS.INVALID_ARGUMENT, "BAD_REQUEST", "process_id has 65 characters; at most 64"),

@@ -66,7 +66,7 @@ KEPT = {
     "answer_refusals_as_if_taken": 5, "count_the_snapshot_twice": 2, "cut_all_to_the_shortest": 3, "fence_nobody": 6,
     "forget_what_encoding_lost": 1, "forget_what_was_merged": 13,
     "forget_values_that_were_never_sent": 8, "ignore_merged_version": 10, "keep_what_a_shard_forgot": 2,
-    "keep_parts_of_who_is_gone": 13, "let_everybody_speak": 4, "let_one_learner_take_all_places": 35,
+    "keep_parts_of_who_is_gone": 13, "let_everybody_speak": 4, "let_one_learner_take_all_places": 39,
     "merge_half_of_a_round": 3, "never_give_back": 7, "push_to_any_epoch": 3, "skip_the_sync_of_names": 3,
     "stop_whoever_joins_again": 5,
     "take_any_length": 1, "take_any_refusal_for_that_of_this_one": 2, "wait_for_the_dead": 12,
