@@ -44,7 +44,7 @@ from diloco_common.wire.messages import (
 from diloco_protos import parameter_server_pb2 as pb
 from diloco_protos import parameter_server_pb2_grpc as pb_grpc
 from diloco_worker.core.connection import TRY_AGAIN
-from diloco_worker.shell.pusher import SEEDS_AT_ONCE
+from diloco_worker.shell.pusher import SEEDS_IN_FLIGHT
 
 TOKENS_PER_STEP = 1000
 CALL_S = 300.0
@@ -208,7 +208,7 @@ class LightLearner:
 
     async def seed(self, seeds: Mapping[int, Payload]) -> None:
         """Offer version 0 of every fragment, a few at once, unless another learner has seeded it."""
-        at_once = asyncio.Semaphore(SEEDS_AT_ONCE)
+        at_once = asyncio.Semaphore(SEEDS_IN_FLIGHT)
 
         async def offer(fragment_id: int, payload: Payload) -> None:
             async with at_once:

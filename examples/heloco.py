@@ -32,8 +32,6 @@ class HeLoCo(Nesterov):
     l = k_d (c_ok - c) q.   A block is a slice of a tensor, so how a fragment is cut does show, as it does in RDA.
     """
 
-    is_by_element = False
-
     def update(self, theta: Tensor, gradient: Tensor, buffers: Sequence[Tensor], outer_step: int) -> None:
         super().update(theta, corrected(gradient, buffers[0]), buffers, outer_step)
 

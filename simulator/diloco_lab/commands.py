@@ -26,7 +26,7 @@ COMMANDS = (
     ),
     Command(
         "simulate", "diloco_planner.simulate_command:simulate",
-        "a run on up to a million chips that fail: goodput, rounds, bytes, money", STUDY,
+        "a run on up to a million chips that fail: goodput, rounds, bytes", STUDY,
     ),
     Command(
         "lab", "diloco_lab.commands:app",

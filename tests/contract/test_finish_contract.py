@@ -14,7 +14,7 @@ import diloco_worker
 from diloco_common.errors import NotFinite
 from diloco_worker.core.agreement import REFUSALS_MAX
 from diloco_worker.shell import connection
-from diloco_worker.shell.ending import Finishing
+from diloco_worker.shell.ending import FinishWait
 from waiting import until
 
 
@@ -114,7 +114,7 @@ def test_what_is_in_no_version_is_kept_and_said(serve, train, written, trained, 
 def test_finish_does_not_wait_for_shards_that_are_gone(serve, train, written, monkeypatch):
     """Nobody listens there any more: it says so, long before the minute that it would wait for a silent one."""
     monkeypatch.setattr(connection, "GONE_S", 0.5)
-    monkeypatch.setattr(Finishing, "usual_s", math.inf)
+    monkeypatch.setattr(FinishWait, "usual_s", math.inf)
     shard = serve(settings_with(sync=EXACT))
     a = train(shard.address, "a")
     a.until(lambda: shard.version() >= 2, "versions")

@@ -19,7 +19,7 @@ from diloco_common.wire.manifest import TensorSpec, cut
 from diloco_common.wire.messages import Collect, Outcome, Progress
 from diloco_server.core.arithmetic import Published, Values
 from diloco_server.core.arrivals import Reports
-from diloco_server.core.due import ASKED, QUIET, Every, Measured, carried, first_interval, following, is_due
+from diloco_server.core.due import ASKED, QUIET, Measured, SyncInterval, carried, first_interval, following, is_due
 from diloco_server.core.fragment import FragmentState, Phase, Restored
 from diloco_server.core.ledger import RoundOpened
 from diloco_server.core.membership import IDLE_ROUNDS, LAST_TRIES, Member
@@ -106,7 +106,7 @@ def test_the_table_decides_as_looking_at_every_learner_does(seed: int) -> None:
         shard.take_effects()
         shard.tick(float(now))
         opened = [effect.fragment_id for effect in shard.take_effects() if isinstance(effect, RoundOpened)]
-        asked = {p: list(shard.fragments[p].call.expected) for p in opened}
+        asked = {p: list(shard.fragments[p].last_request.expected) for p in opened}
         whom = {p: [members[i].arrivals for i in asks] for p, asks in found.items() if asks is not None}
         assert asked == whom
 
@@ -202,7 +202,7 @@ def test_h_follows_slowly_and_within_bounds(every: int, carries: int, absent: fl
     assert following(every, carries, absent, EVERY_LEAST, EVERY_MOST, may_fall=may_fall) == then
 
 
-def look(every: Every, carries_s: float, absent: int = 0, fragments: int = 4) -> str:
+def look(every: SyncInterval, carries_s: float, absent: int = 0, fragments: int = 4) -> str:
     """One pass over all fragments, and enough contributions."""
     while not every.is_time(fragments):
         every.closed(ASKED // fragments - absent, absent)
@@ -210,14 +210,14 @@ def look(every: Every, carries_s: float, absent: int = 0, fragments: int = 4) ->
 
 
 def test_h_rises_at_once_and_falls_after_a_while() -> None:
-    every = Every(AUTO)
+    every = SyncInterval(AUTO)
     assert look(every, 12.0) == "24 would do"
     assert [look(every, 3.0) for _ in range(QUIET)] == ["", "6 would do"]
     assert every.steps == 18
 
 
 def test_h_that_fell_too_far_falls_later_the_next_time() -> None:
-    every, waits = Every(AUTO), []
+    every, waits = SyncInterval(AUTO), []
     every.steps = 24
     for _ in range(3):
         waits.append(next(i for i in range(1, 100) if look(every, 3.0)))
@@ -253,13 +253,13 @@ def test_h_rises_where_contributions_come_late_and_falls_where_none_does() -> No
     pair = Pair()
     policy = pair.shard.join_answer().policy
     pair.rounds(7 * ASKED)
-    assert pair.shard.rounds.patience.every.steps == EVERY_LEAST
+    assert pair.shard.rounds.every.steps == EVERY_LEAST
     began = pair.steps["a"]
     pair.rounds(20)
     assert pair.steps["a"] - began <= 20 * EVERY_LEAST, "rounds are due by the new H"
     assert pair.shard.join_answer().policy == policy, "all shards tell learners the same, and each finds its own H"
     pair.rounds(2 * ASKED, b_is_late=True)
-    assert pair.shard.rounds.patience.every.steps > 10 * EVERY_LEAST
+    assert pair.shard.rounds.every.steps > 10 * EVERY_LEAST
 
 
 NOTHING, FRAGMENT_0 = frozenset[int](), frozenset([0])

@@ -52,11 +52,9 @@ def test_theta_and_buffers_are_all_that_is_remembered(name: str) -> None:
     assert torch.equal(path(name, range(3, 6), restored)[0], path(name, range(1, 6))[0])
 
 
-@pytest.mark.parametrize("name", OUTER)
+@pytest.mark.parametrize("name", [name for name in OUTER if "heloco" not in name])  # it looks at a slice as a whole
 def test_how_a_fragment_is_cut_does_not_show(name: str) -> None:
     optimizer, size = make(name), SLICE_ELEMENTS + 3
-    if not optimizer.is_by_element:
-        pytest.skip("it looks at a slice as a whole, and says so")
     theta, gradient = random_values(size, 0), random_values(size, 1)
     tail = slice(SLICE_ELEMENTS - 2, SLICE_ELEMENTS + 2)
     alone, alone_gradient = theta[tail].clone(), gradient[tail].clone()

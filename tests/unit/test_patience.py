@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from diloco_common.wire.calls import LONGEST_S, SAY_EVERY_S
-from diloco_worker.shell.ending import Patience
+from diloco_worker.shell.ending import WaitLog
 
 
 class Said:
@@ -18,7 +18,7 @@ class Said:
 
 def test_a_wait_is_said_soon_and_then_now_and_then() -> None:
     said: Any = Said()
-    patience = Patience(said, "waiting", began=100.0)
+    patience = WaitLog(said, "waiting", began=100.0)
     for tenth in range(int(10 * (LONGEST_S + SAY_EVERY_S)) + 2):
         patience.still("no answer from ps:1", 100.0 + tenth / 10)
     patience.over(120.0)

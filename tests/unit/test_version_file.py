@@ -18,7 +18,7 @@ from safetensors import safe_open
 from diloco_common.errors import VersionDamaged
 from diloco_server.storage.filesystem import Disk, FileSystem
 from diloco_server.storage.version_file import (
-    HEADER_BYTES_MAX,
+    FILE_HEADER_BYTES_MAX,
     StoredVersion,
     check_version,
     read_header,
@@ -180,7 +180,7 @@ def test_a_header_that_is_no_header_is_refused(text: bytes) -> None:
 def test_what_could_not_be_read_back_is_not_written() -> None:
     """The header is bounded for a reader, so it is for a writer."""
     disk = FakeDisk()
-    too_many = {f"learner-{i}" * 2000: i for i in range(HEADER_BYTES_MAX // 18_000)}
-    with pytest.raises(OSError, match=f"readers accept at most {HEADER_BYTES_MAX}"):
+    too_many = {f"learner-{i}" * 2000: i for i in range(FILE_HEADER_BYTES_MAX // 18_000)}
+    with pytest.raises(OSError, match=f"readers accept at most {FILE_HEADER_BYTES_MAX}"):
         written(disk, make_version(5, merged_versions=too_many))
     assert disk.content(NAME) == b""

@@ -42,7 +42,7 @@ from diloco_worker.shell import frozen_tensors
 from diloco_worker.shell.arguments import check_name, check_seconds, check_word
 from diloco_worker.shell.boundary import Start
 from diloco_worker.shell.connections import Connections
-from diloco_worker.shell.ending import Patience
+from diloco_worker.shell.ending import WaitLog
 from diloco_worker.shell.frozen_tensors import FrozenRule
 from diloco_worker.shell.island import Island, IslandGroup, check_ranks, is_together
 from diloco_worker.shell.network_thread import NetworkThread
@@ -390,11 +390,11 @@ def _closed_if_it_fails(learner: Learner, name: str) -> Iterator[None]:
 def _wait_until_joined(learner: Learner, world: World, wait_s: float | None) -> None:
     """Raises CannotConnect, and what `Learner.begin` raises."""
     began = world.clock()
-    patience = Patience(learner.telemetry.log, "waiting", began)
+    wait_log = WaitLog(learner.telemetry.log, "waiting", began)
     while not learner.begin():
         missing = learner.telemetry.readiness[1]
         now = world.clock()
         if wait_s is not None and now - began > wait_s:
             raise CannotConnect(f"no run to join after {wait_s:g} s: {missing}")
-        patience.still(missing, now)
+        wait_log.still(missing, now)
         learner.poll(AGAIN_S)

@@ -39,7 +39,7 @@ class Field(NamedTuple):
     """Value -> fields of a message; None: it is absent."""
 
 
-class Plan(NamedTuple):
+class Conversion(NamedTuple):
     """How values of one type are converted."""
 
     fields: tuple[Field, ...]
@@ -59,34 +59,34 @@ class Converter:
     def __init__(self, special: Special, checks: Mapping[type, Callable[[Any], Any]]) -> None:
         """`checks`: checks beyond single-field limits; they may replace the value, or raise BadRequest."""
         self._special, self._checks = special, checks
-        self._plans: dict[type, Plan] = {}
+        self._conversions: dict[type, Conversion] = {}
 
     def to_pb(self, value: Any) -> Any:
         found: dict[str, Any] = {}
-        for field in self._plan(type(value)).fields:
+        for field in self._conversion(type(value)).fields:
             found.update(field.write(getattr(value, field.name)))
         return _message(type(value))(**found)
 
     def from_pb(self, kind: type[V], message: Message) -> V:
         """The value of a message. Raises BadRequest."""
-        plan = self._plan(kind)
-        for name, limit in plan.limits:
+        conversion = self._conversion(kind)
+        for name, limit in conversion.limits:
             value = getattr(message, name)
             if not limit.holds(value):
                 raise beyond(f"{_name_of(kind)}.{name}", value, limit)
-        for name, limit in plan.limits_of_entries:
+        for name, limit in conversion.limits_of_entries:
             for entry in getattr(message, name):
                 if not limit.holds(entry):
                     raise beyond(f"{_name_of(kind)}.{name}", entry, limit)
-        found = kind(*[field.read(message) for field in plan.fields])
+        found = kind(*[field.read(message) for field in conversion.fields])
         check = self._checks.get(kind)
         return found if check is None else check(found)
 
-    def _plan(self, kind: type) -> Plan:
-        if kind not in self._plans:
+    def _conversion(self, kind: type) -> Conversion:
+        if kind not in self._conversions:
             names = [f.name for f in fields(kind)] if is_dataclass(kind) else kind._fields  # type: ignore[attr-defined]
             hints, limits = _hints(kind), limits_of(kind)
-            self._plans[kind] = Plan(
+            self._conversions[kind] = Conversion(
                 tuple(
                     self._special.get((kind, name)) or self._field(kind, name, hints[name], limits.get(name))
                     for name in names
@@ -94,7 +94,7 @@ class Converter:
                 tuple((n, limit) for n, limit in limits.items() if not n.endswith("[]") and not limit.is_dropped),
                 tuple((n[:-2], limit) for n, limit in limits.items() if n.endswith("[]")),
             )
-        return self._plans[kind]
+        return self._conversions[kind]
 
     def _field(self, kind: type, name: str, hint: Any, limit: FieldLimit | None) -> Field:
         if pair := PAIRS.get((kind, name)):

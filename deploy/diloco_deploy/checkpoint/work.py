@@ -140,7 +140,7 @@ def _versions(versions: Collection[int]) -> str:
     return f"version {low}" if low == high else f"versions {low} to {high}"
 
 
-CALL_S = 300.0
+CHECKPOINT_CALL_S = 300.0
 """Seconds for one call: a server loads the weights before it answers."""
 TRIES, WAIT_S = 5, 1.0
 """Attempts for a call without an answer, or with 429 or 5xx; and the first wait between them, which doubles."""
@@ -203,7 +203,7 @@ class Notified:
                 self.address.rstrip("/") + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
             )
             try:
-                with self._opener.open(request, timeout=CALL_S) as answer:
+                with self._opener.open(request, timeout=CHECKPOINT_CALL_S) as answer:
                     return _json(answer.read(ANSWER_MAX))
             except urllib.error.HTTPError as error:
                 why = f"{path} {error.code}: {plain(error.read(ANSWER_MAX).decode(errors='replace'))[:200]}"

@@ -84,9 +84,9 @@ class Arrivals:
     until its last byte is handed over. None: it has pulled none."""
     pulled_at: float = 0.0
 
-    def header(self, call: RoundRequest, now: float, *, wanted: bool) -> None:
-        """The header of a push that answers this call arrived. `wanted`: its bytes will follow."""
-        expected = call.expected.get(self)
+    def header(self, request: RoundRequest, now: float, *, wanted: bool) -> None:
+        """The header of a push that answers this request arrived. `wanted`: its bytes will follow."""
+        expected = request.expected.get(self)
         if expected is None or expected.begun_at is not None:
             return
         if math.isfinite(expected.boundary_at):
@@ -96,9 +96,9 @@ class Arrivals:
             self.s_per_element *= 0.9  # hope: unless it is asked again, nothing measures the link
         expected.begun_at, expected.is_measured = now if wanted else math.inf, not wanted
 
-    def bytes_came(self, call: RoundRequest, num_elements: int, now: float) -> None:
+    def bytes_came(self, request: RoundRequest, num_elements: int, now: float) -> None:
         """All bytes of a push arrived. Measured once per contribution: more may follow if it comes in parts."""
-        expected = call.expected.get(self)
+        expected = request.expected.get(self)
         if expected is None or expected.begun_at is None or expected.is_measured:
             return
         expected.is_measured = True
@@ -110,9 +110,9 @@ class Arrivals:
         took_s, self.pulled_at = now - max(announced_at, self.pulled_at), now
         self.pull_s = took_s if self.pull_s is None else self.pull_s + ALPHA * (took_s - self.pull_s)
 
-    def expected_at(self, call: RoundRequest, num_elements: int) -> float:
+    def expected_at(self, request: RoundRequest, num_elements: int) -> float:
         """When the contribution should arrive; inf: not expected. `num_elements`: of the fragment."""
-        expected = call.expected.get(self)
+        expected = request.expected.get(self)
         if expected is None:
             return math.inf
         begins_at = expected.boundary_at + (self.lag_s or 0.0) if expected.begun_at is None else expected.begun_at

@@ -84,17 +84,22 @@ def following(every: int, carries: int, absent: float, least: int, most: int, *,
     return min(max(wanted, least), most)
 
 
-class Every:
+class SyncInterval:
     """The current H of one shard."""
 
     def __init__(self, sync: SyncSettings) -> None:
         self.steps = sync.first_every
+        self._sync = sync
         self.announced_at: dict[int, float] = {}
         """Fragment -> when its latest version was announced."""
         self._is_auto = sync.sync_every == "auto"
         self._rounds = self._asked = self._absent = 0  # since the last look
         self._settles = True  # rounds opened under the previous H may still close
-        self._quiet, self._patience, self._fell = 0, QUIET, False
+        self._quiet, self._quiet_needed, self._fell = 0, QUIET, False
+
+    def steps_for(self, fragment: Fragment) -> int:
+        """Inner steps between two rounds of this fragment."""
+        return self.steps * fragment.traits.times(self._sync)
 
     def closed(self, contributions: int, absent: int) -> None:
         """Count a closed round: its contributions, and the expected ones that were absent."""
@@ -117,13 +122,13 @@ class Every:
         before, absent, carries = self.steps, self._absent / self._asked, carried(measured)
         self._rounds = self._asked = self._absent = 0
         self._quiet = self._quiet + 1 if carries <= before * (1 - STEP) and absent <= ABSENT / 2 else 0
-        may_fall = self._quiet >= self._patience
+        may_fall = self._quiet >= self._quiet_needed
         self.steps = following(before, carries, absent, EVERY_LEAST, EVERY_MOST, may_fall=may_fall)
         if self.steps == before:
             return ""
         self._settles, self._quiet = True, 0
         if self.steps > before and self._fell:
-            self._patience = min(2 * self._patience, QUIET_MOST)
+            self._quiet_needed = min(2 * self._quiet_needed, QUIET_MOST)
         self._fell = self.steps < before
         return f"{absent:.1%} absent" if absent > ABSENT else f"{carries} would do"
 
@@ -158,8 +163,8 @@ def is_due(live: Iterable[Member], base_steps: Mapping[str, int], interval: int,
 class DueFragments:
     """Recomputes only what has changed: most ticks give the same answer as the one before."""
 
-    def __init__(self, sync: SyncSettings, every: Every, versions: Versions) -> None:
-        self._sync, self._every = sync, every
+    def __init__(self, every: SyncInterval, versions: Versions) -> None:
+        self._every = every
         self._versions = versions
         self._found: object = None  # the inputs of the last `among`
         self._last: set[int] = set()  # due because the trained tokens fill the budget
@@ -191,10 +196,6 @@ class DueFragments:
         of_leavers = [p for p in leaving & self._rows.keys() if self._is_due(fragments[p], merging, quorum)]
         return sorted([*(self._due_for_all(merging, quorum) - leaving), *of_leavers])
 
-    def look_again(self) -> None:
-        """The next `among` looks at everything: not all that was due was opened."""
-        self._found = None
-
     def asked(self, due: Sequence[int], live: Sequence[Member]) -> list[list[bool]]:
         """Which learners the rounds of these fragments ask: by fragment, then by learner. `live`: as given to `among`.
 
@@ -215,9 +216,6 @@ class DueFragments:
         found = there & ready
         asked: list[list[bool]] = torch.where(found.any(dim=1, keepdim=True), found, there).tolist()
         return asked
-
-    def usual_steps(self, fragment: Fragment) -> int:
-        return self._every.steps * fragment.traits.times(self._sync)
 
     # ------------------------------------------------------------ the table
 
@@ -282,7 +280,7 @@ class DueFragments:
     def _interval(self, state: FragmentState) -> int:
         versions, fragment = self._versions, state.fragment
         assert versions.manifest is not None
-        steps = self._every.steps * fragment.traits.times(self._sync)
+        steps = self._every.steps_for(fragment)
         if state.rounds_opened or state.version:
             return steps
         number, total = versions.manifest.place(fragment)

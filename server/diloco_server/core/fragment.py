@@ -90,7 +90,7 @@ class FragmentState:
     """Tokens merged into it."""
     seen_lost: int = 0
     """The latest version after the recovered one that any learner has proved to hold."""
-    call: RoundRequest = field(default_factory=lambda: RoundRequest(0, {}), repr=False)
+    last_request: RoundRequest = field(default_factory=lambda: RoundRequest(0, {}), repr=False)
     """The request of this epoch's last round, open or not."""
     rounds_opened: int = 0
     base_steps: dict[str, int] = field(default_factory=dict)
@@ -180,7 +180,7 @@ class FragmentState:
         self.collected = Round(
             self.version + 1, now, generations, beside=left_out if len(left_out) < len(asked) else frozenset()
         )
-        self.call = RoundRequest(self.collected.round, _expected(asked, patience_s, now))
+        self.last_request = RoundRequest(self.collected.round, _expected(asked, patience_s, now))
         self.rounds_opened += 1
         self.base_steps = dict(steps)
         self.base_tokens |= {m.learner_id: m.reported.tokens for m in asked}
@@ -196,7 +196,7 @@ class FragmentState:
         self.round.beside = self.round.beside - ids | ids.intersection(beside)
         self.base_steps |= {m.learner_id: m.reported.inner_step for m in again}
         self.base_tokens |= {m.learner_id: m.reported.tokens for m in again}
-        self.call.expected |= _expected(again, patience_s, now)
+        self.last_request.expected |= _expected(again, patience_s, now)
         return again
 
     def abandon_round(self) -> None:

@@ -31,15 +31,16 @@ from statistics import fmean, median_low, stdev
 import torch
 from torch import Tensor
 
+from diloco_common.codec.blocks import FLOAT32_TINY
 from diloco_server.core.membership import Member
-from diloco_server.core.merge import FLOAT32_TINY, rows, shares_of
+from diloco_server.core.merge import rows, shares_of
 from diloco_server.core.round import Contribution, LengthLimit, Quorum
 
 STRETCHES, STRETCH = 16, 1 << 12
 """Sampled stretches of a fragment, evenly spread, and their length. Unrelated vectors then have a cosine of 0.004."""
 MANY = 64
 """Above this many contributions, which are compared in pairs, fewer elements are sampled."""
-KEPT = 512
+COMPARED = 512
 """Elements of the sample kept until the next contribution: 1 KiB for each learner and fragment."""
 
 
@@ -99,7 +100,7 @@ def directions(
 def _compared(taken: Sequence[Contribution], num_elements: int) -> tuple[Tensor, Tensor]:
     """Dot products of all pairs over the sample, float64 (M, M), and the part of it to keep, bfloat16 (M, n)."""
     stretches = _stretches(num_elements, len(taken))
-    every = max(1, sum(s.stop - s.start for s in stretches) // KEPT)
+    every = max(1, sum(s.stop - s.start for s in stretches) // COMPARED)
     products, kept = torch.zeros(len(taken), len(taken), dtype=torch.float64), []
     for stretch in stretches:
         for _, some in rows(taken, stretch):

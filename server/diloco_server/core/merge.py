@@ -50,6 +50,7 @@ from torch import Tensor
 
 from diloco_common.codec import Chunk, Codec, Payload, PayloadHeader, as_tensor, check_chunk, get_codec
 from diloco_common.codec.base import ChunkPart
+from diloco_common.codec.blocks import FLOAT32_TINY
 from diloco_common.codec.memory import SLICE_ELEMENTS, scratch
 from diloco_common.codec.native import WeightedSum
 from diloco_common.errors import BadPayload
@@ -59,7 +60,6 @@ from diloco_server.core.round import Contribution
 
 DOT_SLICE = SLICE_ELEMENTS // 8
 """Elements of each contribution decoded at a time for dot products."""
-FLOAT32_TINY = torch.finfo(torch.float32).tiny
 NEGLIGIBLE = FLOAT32_TINY**0.5
 """A contribution shorter than this share of the radius has no direction: scaling it up would leave float32."""
 AGREED = 0.5

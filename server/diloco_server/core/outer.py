@@ -45,8 +45,6 @@ class OuterOptimizer(ABC):
     num_buffers: int
     buffer_dtype = torch.float32
     """The dtype of the buffers: float32 or bfloat16."""
-    is_by_element = True
-    """Whether every element is stepped independently, so that it does not matter how a fragment is cut."""
 
     def __init__(self, settings: OuterSettings) -> None:
         self.settings = settings

@@ -14,17 +14,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import torch
-
 from diloco_common.codec import Payload, PayloadHeader
 from diloco_common.codec.base import BLOCK_ELEMENTS
 from diloco_common.codec.parts import Span, num_elements, spans
+from diloco_common.codec.registry import FLOAT32_MAX
 from diloco_common.errors import BadPayload, ContributionConflict
 from diloco_common.wire.bounds import RANGES_MAX, RANGES_OF_ALL_MAX
 from diloco_common.wire.manifest import Piece
 from diloco_common.wire.messages import PushHeader, Range
 
-FLOAT32_MAX = torch.finfo(torch.float32).max
 PADDING_MAX = 2 * RANGES_MAX * BLOCK_ELEMENTS
 """Padding elements allowed in all parts of a contribution, beyond the fragment's size: twice what one part may have."""
 

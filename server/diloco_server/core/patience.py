@@ -22,7 +22,7 @@ from statistics import median_low
 from diloco_common.settings import OVERLAP_STEPS, PATIENCE, SyncSettings
 from diloco_common.wire.calls import LONG_S, NOTICE_S
 from diloco_server.core.arrivals import Reports
-from diloco_server.core.due import DueFragments, Every, Measured
+from diloco_server.core.due import Measured, SyncInterval
 from diloco_server.core.fragment import FragmentState
 from diloco_server.core.influence import Influence
 from diloco_server.core.membership import Member, Membership
@@ -58,12 +58,13 @@ def adaptive_s(step_time_s: float, every: int, scatter_s: float) -> float:
 
 
 class RoundPatience:
-    def __init__(self, sync: SyncSettings, influence: Influence, membership: Membership, versions: Versions) -> None:
-        self.every = Every(sync)
-        self.due = DueFragments(sync, self.every, versions)
+    def __init__(
+        self, sync: SyncSettings, every: SyncInterval, influence: Influence, membership: Membership, versions: Versions
+    ) -> None:
         self._open_s = MovingAverage()  # from opening a round to announcing its version
         self._publish_s = MovingAverage()  # from closing a round to that
         self._sync = sync
+        self._every = every
         self._influence = influence
         self._membership = membership
         self._versions = versions
@@ -91,7 +92,7 @@ class RoundPatience:
             return self._sync.grace
         reports = self._usual_reports()
         return adaptive_s(
-            _usual(r.step_time_s for r in reports), self.every.steps, _usual(r.scatter_s for r in reports)
+            _usual(r.step_time_s for r in reports), self._every.steps, _usual(r.scatter_s for r in reports)
         )
 
     def patience_s(self) -> float:
@@ -122,7 +123,7 @@ class RoundPatience:
             member = self._membership.get(learner_id) if learner_id in collecting.awaited else None
             if member is None or member.is_idle:
                 continue
-            if member.arrivals.expected_at(state.call, state.fragment.num_elements) <= until:
+            if member.arrivals.expected_at(state.last_request, state.fragment.num_elements) <= until:
                 collecting.awaited_last = learner_id
                 return until
         return max((self._overdue_until(state, i, patience_s, now) for i in collecting.awaited), default=now)
@@ -138,11 +139,11 @@ class RoundPatience:
             return now
         merged = reports.merged_until.get(fragment_id, reports.first).inner_step
         waits_in, waited = member.waited_for.get(fragment_id, (0, merged))
-        expected_at = member.arrivals.expected_at(state.call, state.fragment.num_elements)
+        expected_at = member.arrivals.expected_at(state.last_request, state.fragment.num_elements)
         slack_s = SLACK * reports.step_s
         if expected_at + slack_s > collecting.opened_at + min((1 + 2 * SLACK) * reports.step_s, LONG_S):
             return now
-        if member.reported.inner_step - max(merged, waited) >= OVERDUE * self.due.usual_steps(state.fragment):
+        if member.reported.inner_step - max(merged, waited) >= OVERDUE * self._every.steps_for(state.fragment):
             waits_in = collecting.round
             member.waited_for[fragment_id] = waits_in, member.reported.inner_step
         return expected_at + slack_s if waits_in == collecting.round else now
@@ -152,7 +153,7 @@ class RoundPatience:
         found = {learner_id: self._membership.get(learner_id) for learner_id in collecting.asked}
         members = [m for i, m in found.items() if m is not None and m.generation == collecting.asked[i]]
         num_elements = state.fragment.num_elements
-        return median_low(m.arrivals.expected_at(state.call, num_elements) for m in members)
+        return median_low(m.arrivals.expected_at(state.last_request, num_elements) for m in members)
 
     def measured(self) -> Measured:
         """The measurements that bound H. Fragments that are due more rarely weigh less."""

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from diloco_common.settings import Settings
 from diloco_common.wire.messages import Progress
+from diloco_server.core.due import DueFragments, SyncInterval
 from diloco_server.core.effects import MergeRound, Outbox
 from diloco_server.core.fragment import FragmentState
 from diloco_server.core.influence import Direction, Influence
@@ -31,15 +32,14 @@ from diloco_server.core.round import Contribution, Round
 from diloco_server.core.taking import Taking
 from diloco_server.core.versions import Versions
 
-ASKS_AT_ONCE = 1 << 16
-"""Maximum number of requests that one tick sends: more would keep the event loop for over a quarter of a second."""
-
 
 class Rounds:
     def __init__(
         self, settings: Settings, influence: Influence, membership: Membership, versions: Versions, outbox: Outbox
     ) -> None:
-        self.patience = RoundPatience(settings.sync, influence, membership, versions)
+        self.every = SyncInterval(settings.sync)
+        self._due = DueFragments(self.every, versions)
+        self.patience = RoundPatience(settings.sync, self.every, influence, membership, versions)
         self.taking = Taking(settings.sync, settings.lease.lease_s, self.patience, versions, outbox)
         self._influence = influence
         self._quorum = settings.sync.quorum
@@ -131,7 +131,7 @@ class Rounds:
                 member.merged += 1
                 member.tokens_merged += claimed
         self.patience.announced(closed, now)
-        self.patience.every.announced_at[fragment_id] = now
+        self.every.announced_at[fragment_id] = now
         shares = [*shares_of(merged), *itertools.repeat(0.0, len(left_out))]
         whose = tuple(
             Merged(c.learner_id, c.tokens, share, c.kept) for c, share in zip((*merged, *left_out), shares, strict=True)
@@ -162,7 +162,7 @@ class Rounds:
             if state.round is not None and state.round.lacks_quorum_since(now - self._lease_s):
                 self._ask_again(state, live, now)
         merging = self._influence.merging(live)
-        due = self.patience.due.among(live, merging, self._influence.quorum(merging, self._quorum))
+        due = self._due.among(live, merging, self._influence.quorum(merging, self._quorum))
         self._open_all(due, live, now)
 
     def _note_merged(self, member: Member, contribution: Contribution) -> None:
@@ -177,16 +177,11 @@ class Rounds:
         return [state for _, state in sorted(self._versions.phases.collecting.items())]
 
     def _open_all(self, due: Sequence[int], live: Sequence[Member], now: float) -> None:
-        """Open rounds with at most `ASKS_AT_ONCE` requests; the next tick finds the rest."""
         if not due:
             return
-        at_once = max(1, ASKS_AT_ONCE // len(live))
-        if len(due) > at_once:
-            due = due[:at_once]
-            self.patience.due.look_again()
         patience_s = self.patience.patience_s()
         steps = {m.learner_id: m.reported.inner_step for m in live}
-        for fragment_id, asked in zip(due, self.patience.due.asked(due, live), strict=True):
+        for fragment_id, asked in zip(due, self._due.asked(due, live), strict=True):
             state, members = self._versions.fragments[fragment_id], [*itertools.compress(live, asked)]
             opened = state.open_round(members, steps, self._influence.left_out, patience_s, now)
             opened.usual_at = self.patience.usual_at(state, opened)
@@ -221,7 +216,7 @@ class Rounds:
         if why is None:
             return
         absent = self._missing(collecting)
-        self.patience.every.closed(len(collecting.contributions), sum(m.sets_pace for m in absent))
+        self.every.closed(len(collecting.contributions), sum(m.sets_pace for m in absent))
         for member in absent:
             member.missed["ABSENT"] += 1
         for learner_id in collecting.asked.keys() - collecting.contributions.keys():
@@ -237,14 +232,14 @@ class Rounds:
         open_s, asked = now - closed.opened_at, len(closed.asked)
         self._outbox.note(RoundClosed(fragment_id, closed.round, why, len(contributions), asked, len(absent), open_s))
         self._outbox.add(MergeRound(fragment_id, closed.round, tuple(contributions), tuple(beside), tuple(left_out)))
-        if self.patience.every.is_time(len(self._versions.fragments)):
-            before, words = self.patience.every.steps, self.patience.every.look(self.patience.measured())
+        if self.every.is_time(len(self._versions.fragments)):
+            before, words = self.every.steps, self.every.look(self.patience.measured())
             if words:
-                self._outbox.note(EveryChanged(before, self.patience.every.steps, words))
+                self._outbox.note(EveryChanged(before, self.every.steps, words))
 
     def pulled(self, member: Member, fragment_id: int, version: int, now: float) -> None:
         """A learner that had an earlier version has pulled this one in full. Its time counts if this is still the
         latest."""
-        announced_at = self.patience.every.announced_at.get(fragment_id)
+        announced_at = self.every.announced_at.get(fragment_id)
         if announced_at is not None and version == self._versions.owned(fragment_id).version:
             member.arrivals.pulled(announced_at, now)

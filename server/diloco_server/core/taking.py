@@ -50,9 +50,9 @@ class Taking:
             raise
         except Refusal as refusal:
             answer = self.reject(member, header, refusal)
-        call = self._call(header)
-        if call is not None and answer is not HELD:  # an empty part does not show when the others arrive
-            member.arrivals.header(call, now, wanted=answer is None)
+        request = self._request(header)
+        if request is not None and answer is not HELD:  # an empty part does not show when the others arrive
+            member.arrivals.header(request, now, wanted=answer is None)
         return answer
 
     def contribute(
@@ -65,9 +65,9 @@ class Taking:
         A part is held until the others arrive. Raises Busy if another learner is sending version 0 in parts.
         """
         self._outbox.now = now
-        call = self._call(header)
-        if call is not None:
-            member.arrivals.bytes_came(call, header.payload.num_elements, now)
+        request = self._request(header)
+        if request is not None:
+            member.arrivals.bytes_came(request, header.payload.num_elements, now)
         try:
             answer = self._admit(member, header)
             if answer is not None:
@@ -106,10 +106,10 @@ class Taking:
             self.drop(contribution)
         state.begin_seed(member.learner_id, self._versions.budget.believed(tokens_merged), self._now)
 
-    def _call(self, header: PushHeader) -> RoundRequest | None:
+    def _request(self, header: PushHeader) -> RoundRequest | None:
         """The request that a push answers, if it is the fragment's latest."""
         state = self._versions.fragments.get(header.fragment_id)
-        return state.call if state is not None and state.call.round == header.round else None
+        return state.last_request if state is not None and state.last_request.round == header.round else None
 
     def _half(self, member: Member, state: FragmentState, header: PushHeader) -> HalfContribution:
         """The contribution that this part belongs to; a new one for the first part."""

@@ -1,7 +1,7 @@
 """Carries out a shard's effects: tell, seed, merge, and record facts.
 
 It turns a seed or a closed round into a version: compute, make durable, announce. A `Shell` provides the means: the
-host has threads and a disk; the lockstep drivers of tests and benchmarks do the work at once.
+host has threads and a disk; the lockstep shards of the lab and the tests do the work at once.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def shard_status(host: ShardHost, grpc_address: str) -> dict[str, Any]:
         "grace_s": patience.grace_s(),
         "overdue_after_s": round(patience.overdue_after_s, 3),
         "quorum": None if settings.sync.quorum == "all" else settings.sync.quorum,
-        "sync_every": patience.every.steps,
+        "sync_every": shard.rounds.every.steps,
         "sync_every_auto": settings.sync.sync_every == "auto",
         "rules": host.driver.rules.sources,
         "learners": [

@@ -18,6 +18,7 @@ from diloco_common.errors import DataError, VersionDamaged, WrongFolder
 from diloco_common.wire.messages import LINE, VersionId
 from diloco_server.storage.filesystem import FileSystem, NewFile
 from diloco_server.storage.version_file import (
+    TEMPORARY,
     VERSIONS_KEPT,
     Header,
     check_version,
@@ -26,7 +27,6 @@ from diloco_server.storage.version_file import (
     version_name,
 )
 
-TEMPORARY = ".tmp"
 STANDBY, PROMOTED, SUPERSEDED = "standby", "promoted", "superseded"
 _MARK = re.compile(rf"({STANDBY}|{PROMOTED}|{SUPERSEDED})-(\d{{12}})", re.ASCII)
 

@@ -24,6 +24,7 @@ from diloco_common.wire.manifest import Manifest, differences
 from diloco_server.storage.filesystem import Disk, FileSystem, FolderLock, OldFile
 from diloco_server.storage.standby import PROMOTED, SUPERSEDED, first_epoch_of, mark_of, newest, put_mark
 from diloco_server.storage.version_file import (
+    TEMPORARY,
     VERSIONS_KEPT,
     Header,
     Origin,
@@ -34,7 +35,6 @@ from diloco_server.storage.version_file import (
     write_version,
 )
 
-TEMPORARY = ".tmp"
 DAMAGED = ".damaged"
 """Suffix of files that recovery has passed over."""
 _EPOCH = re.compile(r"epoch-(\d{12})", re.ASCII)

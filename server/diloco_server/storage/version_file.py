@@ -84,7 +84,9 @@ FORMAT, WITH_AVERAGE = "diloco-version-3", "diloco-version-4"
 """Without and with an average of the versions."""
 VERSIONS_KEPT = 2
 """Of each fragment, in a folder of a shard or a standby."""
-HEADER_BYTES_MAX = 64 * 2**20
+TEMPORARY = ".tmp"
+"""Suffix of files that are being written."""
+FILE_HEADER_BYTES_MAX = 64 * 2**20
 """A reader allocates at most this much because a file says so. Larger headers are not written, either."""
 SLICE_BYTES = 2**18
 """Data is checked and written, or read and checked, in slices of this size, which stay in the cache."""
@@ -140,11 +142,11 @@ def write_version(
             stored.values.average is not None, stored.anchor is not None, chunk_elements, stored.values.theta.numel(),
         )
     )  # fmt: skip
-    if len(head) > HEADER_BYTES_MAX:
+    if len(head) > FILE_HEADER_BYTES_MAX:
         raise OSError(
             errno.EFBIG,
-            f"its header would have {len(head)} bytes, but readers accept at most {HEADER_BYTES_MAX}. It holds the "
-            "names of all tensors, and of up to shard.max_learners learners: use shorter names, or fewer learners",
+            f"its header would have {len(head)} bytes, but readers accept at most {FILE_HEADER_BYTES_MAX}. It holds "
+            "the names of all tensors, and of up to shard.max_learners learners: use shorter names, or fewer learners",
         )
     file.write(memoryview(head))
     crc32c, num_bytes = 0, 0
@@ -284,7 +286,7 @@ def _read_header(file: OldFile, name: str) -> tuple[Header, int, int]:
     if file.size < 8 + CHECKSUM_BYTES:
         raise VersionDamaged(name, f"it has only {file.size} bytes")
     length = struct.unpack("<Q", _read(file, name, 0, 8))[0]
-    if length > min(HEADER_BYTES_MAX, file.size - 8 - CHECKSUM_BYTES):
+    if length > min(FILE_HEADER_BYTES_MAX, file.size - 8 - CHECKSUM_BYTES):
         raise VersionDamaged(name, f"its header claims {length} bytes, but the file has {file.size}")
     head = _read(file, name, 0, 8 + length)
     head_crc32c, data_crc32c = _CHECKSUMS.unpack(_read(file, name, file.size - CHECKSUM_BYTES, CHECKSUM_BYTES))

@@ -1,6 +1,6 @@
 """The end of a learner: by `finish`, `leave` or SIGTERM; what it waits for, how long, and what it logs meanwhile.
 
-`Ending` owns it. `Finishing` and `Leaving` find what is still missing.
+`Ending` owns it. `FinishWait` and `LeaveWait` find what is still missing.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Awaited:
         return {shard: f"work on {n} fragments of {shard}" for shard, n in held.items()}
 
 
-class Finishing(Awaited):
+class FinishWait(Awaited):
     """Ends with the last version of every fragment in the model, and nothing else.
 
     A shard that has reached the budget makes no more versions, so the one that it announced last is final. If training
@@ -153,7 +153,7 @@ class Finishing(Awaited):
         return Finished(work, tokens, math.ceil(unmerged), is_global, "; ".join(filter(None, why)))
 
 
-class Leaving(Awaited):
+class LeaveWait(Awaited):
     """Ends with all of the learner's work in a version.
 
     The learner tells each shard which fragments hold work that nobody else has. The shard opens an extra round for
@@ -195,8 +195,8 @@ class Ending:
         self._telemetry: LearnerTelemetry = context.telemetry
         self._clock: Clock = context.world.clock
         self._inbox = context.inbox
-        self._finishing = Finishing(boundary, connections, context.council)
-        self._leaving = Leaving(boundary, connections, context.council)
+        self._finishing = FinishWait(boundary, connections, context.council)
+        self._leaving = LeaveWait(boundary, connections, context.council)
         self._notice: Notice | None = None
         self._is_leaving = False
         self._finished: Finished | None = None
@@ -270,15 +270,15 @@ class Ending:
         """Poll until nothing is missing, or the time is over. Returns what is missing, as text."""
         self._loop.check_end()
         began = self._clock()
-        patience = Patience(self._telemetry.log, how.waits, began)
+        wait_log = WaitLog(self._telemetry.log, how.waits, began)
         while True:
             self._loop.poll()
             waited_s = self._clock() - began
             is_over, missing = self.hand_over(waited_s, wait_s, how)
             if is_over:
-                patience.over(began + waited_s)
+                wait_log.over(began + waited_s)
                 return missing
-            patience.still(missing or "a round that holds work of this learner", began + waited_s)
+            wait_log.still(missing or "a round that holds work of this learner", began + waited_s)
             self._inbox.wait(AGAIN_S)
 
     def _patience_s(self) -> float | None:
@@ -306,7 +306,7 @@ class Ending:
             log.warning("not everything is of the last version", why=finished.why)
 
 
-class Patience:
+class WaitLog:
     """Logs one wait: soon, and then now and then. Times are seconds of any clock."""
 
     def __init__(self, log: Log, what: str, began: float) -> None:

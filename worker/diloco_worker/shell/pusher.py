@@ -20,7 +20,7 @@ from diloco_worker.shell.codec_thread import ConnectionContext
 
 FAILING_S = LONG_S
 """Seconds after which failing pushes are logged, while the control stream is up."""
-SEEDS_AT_ONCE = 2
+SEEDS_IN_FLIGHT = 2
 """Seeds encoded and pushed at once; a shard accepts only a few at once, from all learners together."""
 
 
@@ -44,7 +44,7 @@ class Pusher:
         self._pushes: set[asyncio.Task[None]] = set()
         self._on_hold: set[asyncio.Task[None]] = set()  # seeds that others may push first
         self._pushing = asyncio.Semaphore(TRANSFERS_AT_ONCE)
-        self._seeding = asyncio.Semaphore(SEEDS_AT_ONCE)
+        self._seeding = asyncio.Semaphore(SEEDS_IN_FLIGHT)
         self._failing: dict[int, tuple[float, str]] = {}  # fragment -> since when, and the last error
         self._said_at = -math.inf
         self.refused: Callable[[DilocoError], None] = lambda error: None
