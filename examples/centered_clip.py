@@ -1,4 +1,4 @@
-"""Centered clipping: a merge that withstands liars without a guard. Put this folder on PYTHONPATH, and:
+"""Centered clipping: a merge that withstands liars without a guard. Put this folder on PYTHONPATH, and run:
 
 diloco up --set sync.merge=centered_clip:centered_clip
 """
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 ITERATIONS = 3
-"""Each may move the centre by the median distance."""
+"""Each may move the center by the median distance."""
 
 
 def centered_clip(norms: Sequence[float], shares: Sequence[float], products: Callable[[], Tensor]) -> Sequence[float]:
@@ -22,9 +22,9 @@ def centered_clip(norms: Sequence[float], shares: Sequence[float], products: Cal
 
     Karimireddy, He, Jaggi 2021, "Learning from History for Byzantine Robust Optimization" (arXiv 2012.10333), equation
     (CC), with shares instead of 1 / M. There v begins at the last aggregate, which contributions of local training do
-    not resemble; here at the mean of the vectors clipped to their median norm. tau is the median of |x - v|, anew in
-    each iteration, so it needs no setting. v is in the span of the vectors, so |x - v| follows from their dot products
-    G: |x_i - v|^2 = G_ii - 2 (G a)_i + a G a.
+    not resemble; here it begins at the mean of the vectors clipped to their median norm. tau is the median of |x - v|,
+    anew in each iteration, so it needs no setting. v is in the span of the vectors, so |x - v| follows from their dot
+    products G: |x_i - v|^2 = G_ii - 2 (G a)_i + a G a.
     """
     gram = products()
     own, s = gram.diagonal(), torch.tensor(shares, dtype=torch.float64)
@@ -38,5 +38,5 @@ def centered_clip(norms: Sequence[float], shares: Sequence[float], products: Cal
 
 
 def _kept(lengths: Sequence[float], most: float) -> Tensor:
-    """What is left of vectors of these lengths, float64 (M,), if none may be longer than `most`."""
+    """Factors, float64 (M,), that shorten vectors of these lengths to `most` where they are longer."""
     return torch.tensor([min(1.0, most / one) if one > 0 else 1.0 for one in lengths], dtype=torch.float64)

@@ -26,14 +26,14 @@ def main(shards: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
     with diloco_worker.join(shards, model, run="spirals", island=dist.group.WORLD) as learner:
-        while not learner.done:  # true at all ranks after the same step
+        while not learner.done:  # true on all ranks after the same step
             points, label = spirals(128, generator)
             loss = nn.functional.cross_entropy(model(points), label)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             learner.step(tokens=len(points), loss=loss)  # this rank's tokens; the island sums
-        learner.finish()  # at all ranks alike: the model now holds the values of the run
+        learner.finish()  # called on all ranks: the model now holds the values of the run
 
     if dist.get_rank() == 0:
         points, label = spirals(4096, generator)

@@ -1,4 +1,4 @@
-"""An encoding of your own: 4-bit floating point, a sign and 3 bits of exponent. A package with it has the entry point
+"""An encoding of your own: 4-bit floating point, a sign and 3 bits of exponent. Its package has the entry point
 
 [project.entry-points."diloco.codec"]
 e3m0 = "e3m0:CODEC"

@@ -22,7 +22,7 @@ def main(shards: str) -> None:
     diloco_worker.init_island("gloo")
     generator = torch.Generator()  # every rank draws its own data
     generator.seed()
-    torch.manual_seed(0)  # but all build the same model, of which each keeps its rows
+    torch.manual_seed(0)  # but all ranks build the same model, and each keeps its rows
     model = nn.Sequential(nn.Linear(2, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 2))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in model:
@@ -32,14 +32,14 @@ def main(shards: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
     with diloco_worker.join(shards, model, run="spirals", island=mesh) as learner:
-        while not learner.done:  # true at all ranks after the same step
+        while not learner.done:  # true on all ranks after the same step
             points, label = spirals(128, generator)
             loss = nn.functional.cross_entropy(model(points), label)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             learner.step(tokens=len(points), loss=loss)  # this rank's tokens; the island sums
-        learner.finish()  # at all ranks alike: the model now holds the values of the run
+        learner.finish()  # called on all ranks: the model now holds the values of the run
 
     points, label = spirals(4096, generator)
     accuracy = (model(points).argmax(1) == label).float().mean()  # every rank: the forward pass gathers the rows

@@ -1,4 +1,4 @@
-"""HeLoCo: Nesterov on gradients that do not go against the momentum. Put this folder on PYTHONPATH, and:
+"""HeLoCo: Nesterov on gradients corrected not to oppose the momentum. Put this folder on PYTHONPATH, and run:
 
 diloco up --set outer.optimizer=heloco:HeLoCo
 """
@@ -14,12 +14,12 @@ from diloco_server.core.merge import MergedSlice
 from diloco_server.core.outer import Nesterov
 
 KEPT = 0.2
-"""c_ok: from this cosine on, a gradient is left as it is. This and the next three are ours: we could not check what the
-paper takes."""
+"""c_ok: a gradient with at least this cosine is left as it is. We chose this value and the next three: we could not
+check those of the paper."""
 SHRINK = 1.0
-"""k_s, and beta_max as well: what is taken away of the part against the momentum."""
+"""k_s, and beta_max as well: how much of the part against the momentum is removed."""
 TURN = 1.0
-"""k_d: how far a gradient of small cosine is turned to the momentum."""
+"""k_d: how far a gradient of small cosine is turned toward the momentum."""
 KAPPA = 1.0
 """Weight of the momentum's norm in the confidence."""
 
@@ -29,7 +29,7 @@ class HeLoCo(Nesterov):
 
     With unit vectors u of G and v of b, c = u . v, and confidence q = |G| / (|G| + kappa |b|):
     c >= c_ok: G.   c < 0: G - min(-k_s c q, beta_max) c |G| v.   Else |G| times the direction of (1 - l) u + l v, where
-    l = k_d (c_ok - c) q.   A block is a slice of a tensor, so how a fragment is cut does show, as it does in RDA.
+    l = k_d (c_ok - c) q.   A block is a slice of a tensor, so results depend on how a fragment is cut, as with RDA.
     """
 
     def update(self, theta: Tensor, gradient: Tensor, buffers: Sequence[Tensor], outer_step: int) -> None:

@@ -1,9 +1,9 @@
-"""The Trainer of Hugging Face as a learner: one line more. Needs pip install 'decoupled-diloco[hf]'.
+"""Hugging Face's Trainer as a learner: one extra line. Needs pip install 'decoupled-diloco[hf]'.
 
 diloco-server --listen 127.0.0.1:50051 --set run.id=trainer --set run.tokens=150_000
 python examples/hf_trainer.py 127.0.0.1:50051 runs/trainer       # as many as you like, each with a folder of its own
 
-In a container of docker-compose.yml the environment has the run, the certificate, and where to serve (docs/deploy.md).
+In a container of docker-compose.yml the environment sets the run, the certificate, and what to serve (docs/deploy.md).
 """
 
 import os
@@ -19,7 +19,7 @@ CONTEXT = 32
 
 
 def bytes_of_this_repository() -> list[dict[str, torch.Tensor]]:
-    """Its documentation as windows of bytes, each of them input and label."""
+    """Its documentation as windows of bytes, each both input and label."""
     text = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.parent.glob("docs/*.md")))
     windows = torch.tensor(list(text[: len(text) // CONTEXT * CONTEXT])).view(-1, CONTEXT)
     return [{"input_ids": window, "labels": window} for window in windows]

@@ -1,4 +1,4 @@
-"""An adapter (LoRA) on a frozen base, which never travels. Needs pip install 'decoupled-diloco[hf]' peft.
+"""An adapter (LoRA) on a frozen base, which is never sent. Needs pip install 'decoupled-diloco[hf]' peft.
 
 diloco-server --listen 127.0.0.1:50051 --set run.id=lora --set run.tokens=60_000
 python examples/lora.py 127.0.0.1:50051 runs/lora                # as many as you like
@@ -17,7 +17,7 @@ import diloco_worker
 
 
 def base() -> GPT2LMHeadModel:
-    """Stands for a checkpoint that everybody has loaded: the same in all learners, or `join` refuses it."""
+    """Stands for a checkpoint that all learners have loaded. If it is not the same for all, `join` refuses it."""
     torch.manual_seed(0)
     return GPT2LMHeadModel(tiny())
 

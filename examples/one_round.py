@@ -2,12 +2,12 @@
 
     python examples/one_round.py
 
-No threads, no sockets, no disk: the shell around the cores is this file. Everything that is decided or computed is
-the code that runs in production. What to read next, in this order:
+No threads, no sockets, no disk: this file is the shell around the cores. Everything is decided and computed by the
+code that runs in production. What to read next, in this order:
 
-    common/diloco_common/wire/messages.py            what is said
+    common/diloco_common/wire/messages.py            the messages
     server/diloco_server/core/round.py          a round: who is asked, who has answered, when it may close
-    server/diloco_server/core/rounds.py         all rounds of a shard, and what becomes of a push
+    server/diloco_server/core/rounds.py         all rounds of a shard, and what happens to a push
     server/diloco_server/core/fragment.py       a fragment on the shard: versions
     worker/diloco_worker/core/fragment.py       a fragment on a learner: anchor, contribution, fate
     worker/diloco_worker/learner.py             the step boundary
@@ -31,11 +31,11 @@ from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.replica import Replica
 
 EPOCH = 1
-"""Of the shard. A shard that restarts has another, so nobody mistakes its rounds for those of before."""
+"""The shard's epoch. A restarted shard has another, so nobody mistakes its rounds for earlier ones."""
 H = 4
 """Inner steps between two versions of a fragment."""
 TOKENS = 256
-"""Of one batch."""
+"""Tokens of one batch."""
 
 
 def say(now: float, who: str, what: str) -> None:
@@ -86,7 +86,7 @@ class OneLearner:
         return self.shard.shard.check(self.name, self.generation, EPOCH)
 
     def begin(self) -> None:
-        """Have version 0: the first learner brings it, all pull it."""
+        """Get version 0: the first learner brings it, and all pull it."""
         if not self.shard.shard.owned(0).seeded:
             payload = encode_payload(self.core.fragments[0].tensors.values(), "float32")
             self.shard.push(self.member, PushHeader(0, 0, EPOCH, 0, 0, 0, payload.header, self.digest), payload)
@@ -97,7 +97,7 @@ class OneLearner:
         return self.core.manifest.digest
 
     def train(self) -> float:
-        """One inner step. It knows nothing of rounds."""
+        """One inner step. It knows nothing about rounds."""
         inputs = torch.randn(TOKENS, 8, generator=self.data)
         loss = (self.model(inputs).squeeze(1) - inputs.sum(1)).square().mean()
         self.optimizer.zero_grad()
@@ -106,7 +106,7 @@ class OneLearner:
         return float(loss.detach())
 
     def boundary(self, loss: float) -> None:
-        """Between two steps: count, take in what has come, answer the round that asked, report."""
+        """Between two steps: count, handle the messages that arrived, answer the round that asked, and report."""
         self.core.stepped(TOKENS)
         while self.mailbox:
             match self.mailbox.pop(0):
@@ -130,7 +130,7 @@ class OneLearner:
 
     @torch.no_grad()
     def pull(self) -> None:
-        """Lay the latest version under the parameters; what was trained since the contribution stays on top."""
+        """Move the parameters to the latest version; what was trained since the contribution is added to it."""
         version, payload = self.shard.shard.published(0)
         merged = self.shard.shard.owned(0).status(self.name).merged_version
         self.core.arrived(0, version, EPOCH, decode_version(payload, None)[0], merged)

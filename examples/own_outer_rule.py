@@ -1,4 +1,4 @@
-"""An outer optimizer and a merge rule of your own, without a fork. Put this folder on PYTHONPATH, and:
+"""An outer optimizer and a merge rule of your own, without a fork. Put this folder on PYTHONPATH, and run:
 
 diloco up --set outer.optimizer=own_outer_rule:Averaged --set sync.merge=own_outer_rule:by_length
 """

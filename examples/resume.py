@@ -1,8 +1,8 @@
-"""A loop that can be killed at any moment, and goes on where it was: its own checkpoint holds the learner's state.
+"""A loop that can be killed at any moment, and continues there: its own checkpoint holds the learner's state.
 
 diloco-server --listen 127.0.0.1:50051 --set run.id=spirals --set run.tokens=200_000
 python examples/resume.py 127.0.0.1:50051 runs/resume.pt 200     # as if it were killed after 200 steps
-python examples/resume.py 127.0.0.1:50051 runs/resume.pt         # goes on, to the end of the run, and evaluates
+python examples/resume.py 127.0.0.1:50051 runs/resume.pt         # continues to the end of the run, and evaluates
 """
 
 import sys
@@ -54,7 +54,7 @@ def main(shards: str, checkpoint: Path, steps: float) -> None:
 
 
 def save(path: Path, content: dict[str, object]) -> None:
-    """Either the old file is there, or the new one."""
+    """Write atomically: a crash leaves the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(content, path.with_suffix(".new"))
     path.with_suffix(".new").replace(path)

@@ -1,16 +1,16 @@
-"""An encoding of your own: of every 4096 elements the 64 of largest magnitude, in 0.234 bits per element.
+"""An encoding of your own: the 64 elements of largest magnitude of every 4096, in 0.234 bits per element.
 
 Each is sent with a 12-bit index and 2 bits: its sign, and which of two levels of its block it has (SparseLoCo, arXiv
-2508.15706). The others decode to 0, so it needs error feedback. Held against int8 its loss was 13 % higher, and with
-Muon it diverges, so it is for links that carry nothing else. Averaged momentum is mostly noise with it. A package with
-it has the entry point
+2508.15706). The others decode to 0, so it needs error feedback. Its loss was 13 % higher than that of int8, and with
+Muon it diverges, so it is for links that can carry nothing else. With it, averaged momentum is mostly noise. Its
+package has the entry point
 
 [project.entry-points."diloco.codec"]
 topk64_2bit = "topk64_2bit:CODEC"
 
 and is installed on every machine of the run. Then: diloco up --set sync.push=plugin:topk64_2bit
 
-A chunk of n elements has B = ceil(n / 4096) blocks and K = ceil(n / 64) entries, of which entry i is of block i // 64:
+A chunk of n elements has B = ceil(n / 4096) blocks and K = ceil(n / 64) entries, and entry i belongs to block i // 64:
 
     low[0] high[0] .. low[B-1] high[B-1]     float32
     index[0] .. index[K-1]                   12 bits each, in its block, ascending there; from the lowest bit on
@@ -39,7 +39,7 @@ float64 sums are exact and do not depend on their order."""
 LAST = BLOCK - 1
 MAGNITUDE = 0x7FFF_FFFF
 BLOCKS_AT_ONCE = 128
-"""Blocks per selection. With fewer there are more calls of torch per element, with more they leave the cache."""
+"""Blocks per selection. With fewer, torch is called more often per element; with more, they leave the cache."""
 
 
 class TopK(Codec):
@@ -159,11 +159,11 @@ def _quantise(keys: Tensor, levels: Tensor, entries: Tensor) -> None:
     magnitudes = magnitude_bits.view(torch.float32).double()
     power = (magnitude_bits[:, :1] & INFINITY_BITS).view(torch.float32).double()
     unit = power.clamp_(min=LEVEL_MIN).mul_(2.0**-FRACTION_BITS)
-    highs = magnitudes.div_(unit).floor_().cumsum(1)  # of the 1st, of the first 2, and so on: exact
+    highs = magnitudes.div_(unit).floor_().cumsum(1)  # sum of the 1st, of the first 2, and so on: exact
     lows = highs[:, -1:] - highs
     num_high = torch.arange(1, num_kept + 1, dtype=torch.float64, device=device)
     num_low = (num_kept - num_high).clamp_(min=1)
-    # The squared error is the sum of squares minus, for each of both groups, (sum of the group)^2 / its size.
+    # The squared error is the sum of squares minus, for each of the two groups, (sum of the group)^2 / its size.
     last_high = (highs * highs / num_high).add_(lows * lows / num_low).argmax(1, keepdim=True)
     means = torch.cat([(lows / num_low).gather(1, last_high), (highs / num_high).gather(1, last_high)], 1)
     if num_kept == 1:

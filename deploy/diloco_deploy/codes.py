@@ -50,7 +50,7 @@ class Entry:
     """Exit code of a command that ends with it."""
     also: str = ""
     is_logged: bool = False
-    """Whether it appears in the log of a process that goes on."""
+    """Whether it appears in the log of a process that continues."""
 
 
 def _of(error: type[DilocoError]) -> Entry:

@@ -33,22 +33,22 @@ from diloco_deploy.health import TLS_VARIABLE, check
 def health(
     *,
     grpc: Annotated[
-        str | None, Parameter(metavar="HOST:PORT", help="of a shard; healthy if grpc.health.v1 says SERVING")
+        str | None, Parameter(metavar="HOST:PORT", help="address of a shard; healthy if grpc.health.v1 says SERVING")
     ] = None,
     http: Annotated[
-        str | None, Parameter(metavar="HOST:PORT", help="of a shard or worker; healthy if /readyz says so")
+        str | None, Parameter(metavar="HOST:PORT", help="address of a shard or worker; healthy if /readyz says so")
     ] = None,
     tls: Annotated[
         Path | None,
         Parameter(
-            metavar="FOLDER", help="it serves over TLS: a folder of `diloco certs issue`, such as its own",
+            metavar="FOLDER", help="if it serves over TLS: a folder of `diloco certs issue`, such as its own",
             show_default=f"${TLS_VARIABLE}",
         ),
     ] = None,
 ) -> int:  # fmt: skip
     """Ask one process whether it is healthy. Exit code 0 if it is, 1 if not."""
     if (grpc is None) == (http is None):
-        raise ConfigError("give --grpc or --http, one of them: diloco health --grpc 127.0.0.1:50051")
+        raise ConfigError("give either --grpc or --http: diloco health --grpc 127.0.0.1:50051")
     return check(grpc, http, tls)
 
 
@@ -80,7 +80,7 @@ def logs(
     ends = {name: _show_end(name, path, lines, len(shown) > 1) for name, path in shown.items()}
     while follow:
         time.sleep(LOOK_S)
-        if not members:  # also of workers that have come since
+        if not members:  # include workers that were added since
             shown |= {path.stem: path for path in sorted(where.glob("*.log"))}
         for name, path in shown.items():
             ends[name] = _show_rest(name, path, ends.get(name, 0), len(shown) > 1)
@@ -145,7 +145,7 @@ def settings_with_origins(loaded: Loaded, *, only_given: bool = False) -> dict[s
 
 
 def as_lines(found: Mapping[str, Given], *, origin: bool) -> Iterator[str]:
-    """Lines of TOML. None becomes a comment, because TOML has no word for it."""
+    """Lines of TOML. None becomes a comment, because TOML has no null."""
     last = ""
     for name, one in found.items():
         section, key = name.split(".")

@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     which.add_argument("--http", metavar="HOST:PORT", help="of a shard or worker; it is healthy if /readyz says so")
     parser.add_argument(
         "--tls", type=Path, metavar="FOLDER",
-        help=f"it serves over TLS: a folder of `diloco certs issue`, such as its own (default: ${TLS_VARIABLE})",
+        help=f"if it serves over TLS: a folder of `diloco certs issue`, such as its own (default: ${TLS_VARIABLE})",
     )  # fmt: skip
     args = parser.parse_args(argv)
     return check(args.grpc, args.http, args.tls)
@@ -81,7 +81,7 @@ def _ask_http(address: str, tls: Path | None) -> tuple[bool, str]:
     except (OSError, ValueError) as error:
         return False, f"{address} does not answer: {error}"
     except KeyError:
-        return False, f"{address} answers {code}, and not as a process of ours does"
+        return False, f"{address} answers {code}, but not like one of our processes"
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def summary(report: Report, files: Mapping[str, Path | None], folder: Path | Non
     `folder`: of the run, to show how to continue; None: omit that.
     """
     trained, merged = (units.count(report[key]) for key in ("tokens", "tokens_merged"))
-    if report["tokens"] < report["tokens_merged"]:  # what a killed worker had trained is known to the shards alone
+    if report["tokens"] < report["tokens_merged"]:  # only shards know what a killed worker had trained
         trained = f"at least {merged}"
     tokens = f"{trained} {report['unit']} trained, {merged} merged"
     moved = f"pushed {units.size(report['bytes_pushed'])}, pulled {units.size(report['bytes_pulled'])}"
@@ -97,14 +97,14 @@ def _lost(report: Report) -> str:
 
 
 def _dropped_on_the_way(report: Report) -> int:
-    """Tokens that are in no version, and that no worker had left at the end. Below 1 %, it is noise between counts of
+    """Tokens that are in no version, and that no worker still held at the end. Below 1 %, it is noise between counts of
     several processes."""
     dropped = report["tokens_dropped"] - sum(report["tokens_unmerged"].values())
     return int(dropped) if dropped > 0.01 * report["tokens"] else 0
 
 
 def _unusual(report: Report) -> Iterator[str]:
-    """Facts that look like a loss but are none, and work dropped by workers that ended early."""
+    """Facts that look like a loss but are not, and work dropped by workers that ended early."""
     if dropped := _dropped_on_the_way(report):
         yield (
             f"{units.count(dropped)} more {report['unit']} are in no version: a worker drops what it has not sent when "

@@ -1,9 +1,9 @@
 """What a running cluster says: its state (`diloco status`), and whose work is in each version (`diloco record`).
 
 `status` asks every process once, with a short deadline. `ClusterStatus` is what its `--json` prints. Fields are only
-ever added. Durations are in seconds; no field is secret. `record` says with which weight a learner's work is in a
-version, and how much of it was cut. Shards remember the last contributions of their epoch (`ledger.RECORD_MAX`) while
-they run; `--follow --json` can write all of them to a file.
+ever added. Durations are in seconds; no field is secret. `record` shows the weight of a learner's work in a version,
+and how much of the work was cut. Shards remember the last contributions of their epoch (`ledger.RECORD_MAX`) while they
+run; `--follow --json` can write all of them to a file.
 """
 
 from __future__ import annotations
@@ -109,10 +109,10 @@ class Where:
 
 Folder = Annotated[str | None, setting("cluster.folder", "PATH", "folder of the cluster that `diloco up` runs")]
 Tls = Annotated[
-    Path | None, Parameter(metavar="FOLDER", help="they serve over TLS: folder of an observer's or admin's certificate")
+    Path | None, Parameter(metavar="FOLDER", help="for TLS: folder of an observer's or admin's certificate")
 ]
 TokenFile = Annotated[
-    str | None, Parameter(metavar="FILE", help="with --http: send this token, so that other machines show all")
+    str | None, Parameter(metavar="FILE", help="with --http: send this token, so that other machines show everything")
 ]
 
 
@@ -162,7 +162,7 @@ def show_status(where: Where, *, as_json: bool, strict: bool, console: Console, 
 def watch_status(
     where: Where, *, console: Console, asker: Asker = IN_PLAINTEXT, wait: Callable[[float], None] = time.sleep
 ) -> int:
-    """Repeat the status until Ctrl-C; without a terminal, as one line. Raises CannotConnect at the first."""
+    """Repeat the status until Ctrl-C; without a terminal, as lines. Raises CannotConnect if the first attempt fails."""
     glances = _glances(where, asker, wait)
     if not console.is_terminal:
         for glance in glances:
@@ -178,11 +178,11 @@ def watch_status(
 class _Glance:
     roll: Roll
     silence: str = ""
-    """How long no process has answered since; empty: some do."""
+    """How long no process has answered; empty: some answer."""
 
 
 def _glances(where: Where, asker: Asker, wait: Callable[[float], None]) -> Iterator[_Glance]:
-    """Endless. Raises CannotConnect if none answers the first time."""
+    """An endless iterator. Raises CannotConnect if no process answers the first time."""
     glance = _Glance(look(where, asker=asker))
     answered_at = time.monotonic()
     while True:
@@ -232,8 +232,8 @@ def status(
 ) -> int:
     """Show a running cluster: shards and workers, including those that are away or dead, and what that means.
 
-    Asking any one shard is enough: it knows how many there are, and hears from its learners which they do not reach.
-    Exit code 0 if any process answers, 5 if none does; with --strict, 7 if anything is wrong.
+    Asking any one shard is enough: it knows how many there are, and hears from its learners which of them they do not
+    reach. Exit code 0 if any process answers, 5 if none does; with --strict, 7 if anything is wrong.
     """
     whom, asker = whom_to_ask(folder, config, http, tls, token_file)
     if watch and (json or strict):
@@ -270,7 +270,7 @@ class AskedShards(NamedTuple):
     """Address -> epoch and number of the last line."""
 
     def news(self, asker: Asker, silent: dict[str, str]) -> Iterator[Line]:
-        """New lines. `silent`: filled with the reasons of shards that do not answer."""
+        """New lines. `silent`: filled with the reasons why shards do not answer."""
         for address in self.addresses:
             try:
                 yield from self._of(address, asker)
@@ -313,7 +313,7 @@ def record(
     console, said = QuietConsole(), set[str]()
     while True:
         for why in set(silent.values()) - said:
-            print(f"! {why}: its versions are not here", file=sys.stderr, flush=True)
+            print(f"! {why}: its versions are missing here", file=sys.stderr, flush=True)
         said = set(silent.values())
         if follow or json:
             console.file.writelines(f"{dumps(one.model_dump()) if json else _words(one)}\n" for one in lines)

@@ -227,7 +227,7 @@ class LineDisplay:
         self.tell(line(snapshot, _line_width(self._console)))
 
     def tell(self, text: str) -> None:
-        # No wrapping and no colour: one event, one line.
+        # No wrapping and no color: one event, one line.
         self._console.file.write(text + "\n")
         self._console.file.flush()
 

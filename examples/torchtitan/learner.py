@@ -4,9 +4,9 @@ diloco-server --listen 127.0.0.1:50051 --set run.id=titan --set run.tokens=100_0
 PYTHONPATH=examples/torchtitan torchrun --nproc-per-node=8 -m torchtitan.train --module learner \
     --config llama3_debugmodel --shards 127.0.0.1:50051
 
-It joins once the checkpoint is loaded, says after each optimizer step how many tokens its rank had, lets the rate
-follow the run, stops at the budget, and saves the global model. FSDP2 and HSDP; tensor and pipeline parallelism are
-refused. Lines for any other of torchtitan's configs are at the end.
+It joins once the checkpoint is loaded, reports after each optimizer step how many tokens its rank had, lets the
+learning rate follow the run, stops at the budget, and saves the global model. It supports FSDP2 and HSDP; tensor and
+pipeline parallelism are refused. For another config of torchtitan, add lines like those at the end.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class DilocoTrainer(Trainer):
         shards: str = "127.0.0.1:50051"
         run: str = "titan"
         learner_id: str = ""
-        """Give it a name that stays: after a restart of all ranks it is the same learner."""
+        """Give it a stable name: after a restart of all ranks it is the same learner."""
 
     learner: diloco_worker.Learner | None = None
     saved: dict[str, Any] = diloco_worker.blank_state()

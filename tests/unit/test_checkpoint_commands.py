@@ -189,7 +189,7 @@ def test_a_run_goes_on_with_another_number_of_shards_bit_for_bit(run_folder, mon
 
     (settings,) = ups
     assert (settings.run.id, settings.cluster.shards, settings.run.tokens) == ("trial", 3, 4_000_000)
-    assert "2 -> 3 shards; the folders of before are in " in capsys.readouterr().out
+    assert "2 -> 3 shards; the earlier folders are in " in capsys.readouterr().out
     (kept,) = run_folder.glob("before-*")
     assert sorted(path.name for path in kept.iterdir()) == ["shard-0", "shard-1", "worker-0"]
     assert sorted(path.name for path in run_folder.glob("shard-*")) == ["shard-0", "shard-1", "shard-2"]

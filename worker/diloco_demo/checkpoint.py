@@ -1,6 +1,6 @@
 """The worker's own checkpoint: optimizer state, weights, the learner's state and the position in the data.
 
-The shards' weights take precedence. Training starts from the weights in here only while a shard is away.
+The shards' weights take precedence. Training starts from the weights in this file only while a shard is away.
 
 It is one safetensors file: optimizer tensors as `parameter/key`, weights as `parameter/weights`, and metadata (the
 model's shapes, the run, the progress) with a checksum over everything. It is written atomically. A damaged file is

@@ -61,7 +61,7 @@ def work(
         Path | None, Parameter(metavar="FILE.safetensors", help="evaluate: write the global model here")
     ] = None,
     out: Annotated[Path | None, Parameter(metavar="FILE.json", help="evaluate: write the result here too")] = None,
-    progress: Annotated[Path | None, Parameter(metavar="FILE.json", help="evaluate: write here how far it is")] = None,
+    progress: Annotated[Path | None, Parameter(metavar="FILE.json", help="evaluate: write its progress here")] = None,
     options: SettingsOptions = NO_SETTINGS,
 ) -> None:
     """Run one worker with the built-in training, evaluate the global model, or print the digest of the model."""
@@ -90,7 +90,7 @@ def work(
 
 
 def declared_digest(settings: Settings) -> str:
-    """The digest (`run.model`) of the model, and of its momentum if averaged, that workers with these settings join.
+    """The digest (`run.model`) with which such workers join: of the model, and of its momentum if that is averaged.
 
     For an optimizer of an extension, the model is built, since only the optimizer knows its state. Raises ConfigError
     and UnsupportedModel.
@@ -171,7 +171,7 @@ def _train(settings: Settings, outputs: _OutputFiles) -> None:
 
 
 def _signals_that_call(stop: Callable[[], None]) -> set[int]:
-    """SIGTERM and SIGINT call this from now on. Returns those that came."""
+    """Call `stop` on SIGTERM and SIGINT from now on. Returns the set of signals received, which may grow."""
     came: set[int] = set()
 
     def handle(number: int, _: object) -> None:

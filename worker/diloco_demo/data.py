@@ -29,7 +29,7 @@ _Bytes = npt.NDArray[np.uint8]
 
 STDLIB = "stdlib"
 CORPUS_BYTES_MAX = 4 << 30
-"""Limit of a corpus. Each worker keeps it in memory."""
+"""Maximum size of a corpus. Each worker keeps it in memory."""
 REGION_BYTES_MAX = 64 << 10
 """A single file is cut into regions of at most this many bytes, some of which are held out."""
 STDLIB_SKIPPED = frozenset(
@@ -87,7 +87,7 @@ class TokenStream:
     def __init__(
         self, text: Tensor, *, learner_id: str, seed: int, context: int, batch: int, position: int = 0
     ) -> None:
-        """`text` is uint8 [n]. Raises DataError if it holds less than two windows."""
+        """`text` is uint8 [n]. Raises DataError if it holds fewer than two windows."""
         self.position = position
         """Windows drawn since the start; set it to resume."""
         self._text = text

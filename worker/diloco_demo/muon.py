@@ -1,4 +1,4 @@
-"""Muon (K. Jordan et al., 2024) for hidden matrices, beside AdamW for everything else.
+"""Muon (K. Jordan et al., 2024) for hidden matrices, and AdamW for everything else.
 
     m <- mu m + (1 - mu) g;   u = 0.2 sqrt(max(rows, columns)) orthogonal((1 - mu) g + mu m)
     theta <- theta - lr (u + decay theta)
@@ -52,7 +52,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One step of both optimizers. Parameters without a gradient stay."""
+        """One step of both optimizers. Parameters without a gradient stay as they are."""
         assert closure is None
         self._adamw.step()
         for group in self.param_groups:
@@ -60,7 +60,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
                 self._step(group)
 
     def kind_of_momentum(self, group: Mapping[str, Any]) -> Momentum:
-        """For `join(companions=)`."""
+        """The kind of a group's momentum, for `join(companions=)`."""
         return "Adam" if "betas" in group else "Muon"
 
     def _share(self) -> None:

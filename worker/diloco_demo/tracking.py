@@ -72,7 +72,7 @@ class Tracker:
             self._waiting.put(None, timeout=timeout_s)
         self._thread.join(max(0.0, ends - time.monotonic()))
         if self._thread.is_alive():
-            log.warning("tracker has not written all, its last points are lost: waited_s=%g", timeout_s)
+            log.warning("the tracker did not write everything, its last points are lost: waited_s=%g", timeout_s)
         if self.dropped:
             log.warning("tracker was too slow: points_dropped=%d", self.dropped)
 

@@ -33,7 +33,7 @@ CLIP = 1.0
 
 @dataclass(frozen=True)
 class Decays:
-    """What the inner optimizer forgets in a step. The built-in training keeps these; the lab may tune them."""
+    """How much the inner optimizer forgets in a step. The built-in training keeps these; the lab may tune them."""
 
     weight_decay: float = 0.1
     """Of matrices, with either optimizer."""
@@ -68,7 +68,7 @@ class InnerStep:
     loss: Tensor
     """Nats per byte of the batch, before the step: a detached float32 scalar on the training device."""
     rate_share: float
-    """The share of the highest learning rates in use."""
+    """The share of the highest learning rates that is in use."""
 
 
 class Saver:
@@ -175,8 +175,8 @@ def train(
 def share_at(*, fraction: float, inner_step: int, budget: int, train: TrainSettings) -> float:
     """The share of the learning rate for one inner step. `inner_step` counts from 0 at the optimizer's first step.
 
-    It rises and falls with the run's progress (in a run without end, `budget` 0, it stays 1), times the rise over the
-    first steps.
+    It rises and falls with the run's progress (in a run without end, `budget` 0, it does neither). It is multiplied by
+    the rise over the first steps.
     """
     rise = min(1.0, (inner_step + 1) / WARMUP_STEPS)
     return rise * (share("linear", fraction, train.warmup, final=0.0) if budget else 1.0)
@@ -218,7 +218,7 @@ def choose_device(name: str) -> torch.device:
         return found if module.is_available() else torch.device("cpu")
     try:
         return torch.zeros(1, device=name).to("cpu").to(name).device
-    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA raises AssertionError
         why = str(error).splitlines()[0]
         message = f'worker.device is {name!r}, which torch cannot use here ({why}): use "auto" or "cpu"'
         raise ConfigError(message) from None

@@ -65,7 +65,7 @@ class GlobalModel:
     """The model's state_dict: key -> name in `tensors`, or "" for entries that the run does not hold (frozen, private,
     extra state). Where no learner has reported keys, the names in `tensors`."""
     frozen: tuple[FrozenTensor, ...] = ()
-    """Tensors that learners hold fixed, as far as the shards know."""
+    """Tensors that learners keep frozen, as far as the shards know."""
     is_final: bool = False
     """The run has merged its budget. Buffers may still change until the learners have left."""
     version: int = 0
@@ -99,8 +99,8 @@ def versions(
     """The global model now, and again whenever every fragment has `every` further versions, until the run is over and
     its learners have left. For evaluation, sampling and serving: versions that come in between are skipped.
 
-    Each is also loaded into `module`, if given, with its buffers (`GlobalModel.load_into`). A shard that is away is
-    waited for, `wait_s` seconds. Other arguments and errors are those of `pull_global_model`.
+    Each is also loaded into `module`, if given, with its buffers (`GlobalModel.load_into`). Waits `wait_s` seconds
+    for a shard that is away. Other arguments and errors are those of `pull_global_model`.
     """
     found: GlobalModel | None = None
     is_over = False
@@ -261,7 +261,7 @@ async def _news(
     transports: Mapping[str, Transport], observer: Identity, than: GlobalModel, of_model: Collection[int], every: int
 ) -> None:
     """Wait until `every` more versions are announced, or the run ends, or a stream breaks. It may also end earlier."""
-    told, training = dict(than.versions), set(transports.values())  # shards at which learners still are
+    told, training = dict(than.versions), set(transports.values())  # shards that still have learners
 
     async def follow(transport: Transport) -> None:
         stream = transport.follow(observer, FollowRequest(Role.OBSERVER))
@@ -304,7 +304,7 @@ async def _pull(
     request = PullRequest(fragment.fragment_id, (encoding,))
     now = asyncio.get_running_loop().time
     timeout_s = call_s(4 * fragment.num_elements)
-    until = now() + max(timeout_s, 2 * LONG_S)  # only few may pull in an encoding of their own at once
+    until = now() + max(timeout_s, 2 * LONG_S)  # only a few may pull in an encoding of their own at once
     while True:
         parts = transport.pull(observer, request, timeout_s)
         try:

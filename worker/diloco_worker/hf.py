@@ -6,7 +6,7 @@
     trainer.train()          # until the budget of the run is merged, or max_steps; then the model is the global one
 
 The callback joins once the Trainer has loaded its checkpoint. It gives this learner its own order of the data, reports
-the tokens of each optimizer step, makes the rate follow the run, stops at the budget, and loads and saves the global
+the tokens of each optimizer step, makes the learning rate follow the run, stops at the budget, and loads and saves the global
 model.
 """
 
@@ -120,7 +120,7 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
         return control
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
-        """Keep the loss, which the Trainer tells only when it logs."""
+        """Keep the loss, which the Trainer reports only when it logs."""
         self._loss = (logs or {}).get("loss", self._loss)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -112,8 +112,8 @@ def join(
             torch's do.
         optimizer: all optimizers of this model, one or several. Shards choose the merge by whether they are of the Adam
             family (`sync.merge`). Refused if they train something other than what is shared (a target network that
-            requires gradients, a head inside the loss). None: the learner checks this in the first steps if it gets to
-            see an optimizer (`follow`, `ProgressLR`, callbacks), and only warns.
+            requires gradients, a head inside the loss). None: the learner checks this in the first steps if it sees an
+            optimizer (`follow`, `ProgressLR`, callbacks), and only warns.
         after_version: function without arguments that clamps or projects the parameters, for loops that do so after
             each step. Called under `torch.no_grad()` whenever global values were written to the model, also by `finish`
             and `global_values`: means and outer steps can leave the allowed set.
@@ -135,8 +135,8 @@ def join(
         residuals: where the learner keeps the error of its encodings, 2 bytes per parameter (4 with some plugins): on
             the model's "device", or in pinned "host" memory, copied back for each encoding. For pinned memory, torch
             rounds the bytes of each tensor up to a power of two.
-        log: "stderr": log to stderr, unless the process has handlers for our logs, and show an uncaught error of ours
-            as its message alone. None: neither.
+        log: "stderr": log to stderr, unless the process has handlers for our logs, and show only the message
+            of our own uncaught errors. None: neither.
 
     Raises:
         ConfigError: an address or `state` is invalid, the shards are not of one run, or the certificate or `state` is
@@ -198,7 +198,7 @@ def join(
 
 @dataclass(frozen=True)
 class Who:
-    """The learner that joins, where, and how it proves who it is."""
+    """Which learner joins, where it joins, and how it proves its identity."""
 
     run: str
     name: str
@@ -207,7 +207,7 @@ class Who:
     token: str | Path | None
     credentials: Credentials
     saved: LearnerState | None
-    """Of an earlier process."""
+    """The state that an earlier process saved."""
     site: str
 
     @property
@@ -218,7 +218,7 @@ class Who:
         return Start(saved.inner_step, saved.tokens, saved.tokens_merged, resumed=True)
 
     def average(self) -> Mapping[str, Tensor]:
-        """The average of the versions, as the shards have it now."""
+        """The current average of the versions, pulled from the shards."""
         return pull_global_model(
             self.addresses, run=self.run, tls=self.tls, bearer_token=self.token, average=True
         ).tensors
@@ -226,7 +226,7 @@ class Who:
 
 @dataclass(frozen=True)
 class Shows:
-    """Where the learner shows itself. Only the leader of an island does: it logs, records and serves for all ranks."""
+    """Where the learner publishes its state. In an island, only the leader logs, records and serves, for all ranks."""
 
     http: str | None = None
     address_file: str | Path | None = None
@@ -242,7 +242,7 @@ def _who(
     shards: str | Sequence[str], run: str, learner_id: str, tls: str | Path | None, token: str | Path | None,
     state: Mapping[str, Any] | None, site: str,
 ) -> Who:  # fmt: skip
-    """Raises what `join` raises of these arguments."""
+    """Raises the errors that `join` raises for these arguments."""
     addresses = addresses_of(shards)
     check_name("run", run)
     if site:
@@ -263,7 +263,7 @@ def digest_of(
     companions: Optimizer | Sequence[Optimizer] | None = None, *, shared: Patterns | None = None,
     private: Patterns = (),
 ) -> str:  # fmt: skip
-    """The digest of a model, as `run.model` of the shards gives it; arguments as in `join`.
+    """The digest of a model, in the form of the shards' setting `run.model`; arguments as in `join`.
 
     Raises UnsupportedModel, and ConfigError if `companions` are not optimizers of this model.
     """
@@ -325,7 +325,7 @@ def _telemetry(caller: Caller, name: str, world: World, shows: Shows, credential
 
 @contextmanager
 def _written(words: str) -> Iterator[None]:
-    """Turn an OSError into a ConfigError with these words; {} in them becomes the system's message."""
+    """Turn an OSError into a ConfigError with this text; the system's message replaces {} in it."""
     try:
         yield
     except OSError as error:
@@ -345,7 +345,7 @@ def _threads(count: int, name: str) -> Executor:
 
 
 def _say_what_it_takes(replica: Replica, chosen: SharedSet, telemetry: LearnerTelemetry, residuals: str) -> None:
-    """Log the kernels, the place of the residuals, and what is synchronized."""
+    """Log which kernels are used and what is synchronized, and choose where residuals are kept."""
     log, is_on_cpu = telemetry.log, replica.device.type == "cpu"
     if is_on_cpu and isinstance(why := native.find(), str):
         log.warning("no native kernels: encoding takes several times as long", why=why)
@@ -388,7 +388,7 @@ def _closed_if_it_fails(learner: Learner, name: str) -> Iterator[None]:
 
 
 def _wait_until_joined(learner: Learner, world: World, wait_s: float | None) -> None:
-    """Raises CannotConnect, and what `Learner.begin` raises."""
+    """Raises CannotConnect, and the errors of `Learner.begin`."""
     began = world.clock()
     wait_log = WaitLog(learner.telemetry.log, "waiting", began)
     while not learner.begin():

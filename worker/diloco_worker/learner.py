@@ -90,7 +90,7 @@ class Learner(LearnerView):
     def begin(self) -> bool:
         """Apply what has arrived, and return whether training can begin. Call until true; never waits.
 
-        It can once the model holds a version of every fragment; a resumed learner needs only those that it can get.
+        Training can begin once the model holds a version of every fragment; a resumed learner needs only those that it can get.
         Raises what `step` raises.
         """
         if self.state == "training":
@@ -123,7 +123,7 @@ class Learner(LearnerView):
             Superseded: another process joined with this learner id.
             Refusal: a shard refuses this learner for good.
             ManifestMismatch: a shard that was away when training began belongs to another run.
-            ConfigError: `tokens` and `samples` are not one whole number.
+            ConfigError: not exactly one of `tokens` and `samples` is given, or it is not a whole number.
             WrongCall: `loss` is not a number; a block of `global_values` or `values` is open; another thread is inside
                 a call of this learner; the learner has left the run; or this process was forked from the learner's.
             ModelChanged: the parameters were replaced, or overwritten by load_state_dict, after the model joined.
@@ -185,7 +185,7 @@ class Learner(LearnerView):
 
         After the block, even if it raised, the model is as before, bit for bit. It needs memory for one more copy of
         the shared parameters and of all buffers. Inside the block nothing is applied or contributed, and `step` raises.
-        In an island all ranks enter it alike. Raises WrongCall inside another block, and ModelChanged.
+        In an island all ranks must enter it. Raises WrongCall inside another block, and ModelChanged.
 
         `average`: the parameters get the average of the versions (`outer.average`) in float32, pulled from the shards
         now; this waits for the network. Raises NoAverage if the run keeps none, CannotConnect, and UnsupportedModel in
@@ -233,9 +233,9 @@ class Learner(LearnerView):
         a warning says why. `regardless`: load the global values anyway. A second call does nothing, except that
         `regardless` may load them then.
 
-        Returns what became of this process's work. It is true if versions hold all of it and the last versions came
+        Returns the fate of this process's work. It is true if versions hold all of it and the last versions arrived
         within `wait_s` seconds; None: 25 for the work and 60 for the versions, but only 10 for a shard that nobody can
-        reach. For a version that did not come, the learner uses the one it had, and the log names the fragment. Raises
+        reach. If a version did not arrive, the learner keeps the one it had, and the log names the fragment. Raises
         ModelChanged, and what `step` raises.
         """
         check_seconds("wait_s", wait_s)
@@ -256,7 +256,7 @@ class Learner(LearnerView):
         return self._ending.leave(wait_s)
 
     def hand_over(self, waited_s: float, wait_s: float | None) -> tuple[bool, str]:
-        """After a `poll`, one look of `leave`, for who waits in another way: whether to stop, and what is missing."""
+        """After a `poll`, one check of `leave`, for callers that wait themselves: whether to stop, and what is missing."""
         return self._ending.hand_over(waited_s, wait_s)
 
     def listen(self) -> None:

@@ -6,7 +6,7 @@
     trainer.fit(module, data)          # until the budget of the run is merged, or max_steps; the model is then global
 
 The callback joins once the Trainer has loaded its checkpoint. It gives this learner its own order of the data, reports
-the tokens of each optimizer step, makes the rate follow the run, stops at the budget, and loads and saves the global
+the tokens of each optimizer step, makes the learning rate follow the run, stops at the budget, and loads and saves the global
 model. The learner's state is in the Trainer's checkpoints.
 """
 
@@ -100,7 +100,7 @@ class DilocoCallback(Callback):  # type: ignore[misc]
     def on_fit_start(self, trainer: Any, module: Any) -> None:
         """Join. Raises what `join` raises."""
         others = [callback for callback in trainer.callbacks if callback is not self]
-        # Run first: at the end others put their own values into the module, which would count as training.
+        # Run first: at the end, others put their own values into the module, and these would count as training.
         trainer.callbacks = [self, *others]
         averaging = next((one for one in others if any(k.__name__ == AVERAGING for k in type(one).__mro__)), None)
         state = self._saved.get("learner") if self.learner is None else self.learner.state_dict()

@@ -20,7 +20,7 @@ SHAPES: tuple[Shape, ...] = get_args(Shape)
 WARMUP_FLOOR = 0.1
 """Share of the rate at which the warm-up starts: progress stays at 0 until the first round is merged."""
 WARMUP_STEPS = 20
-"""Steps in which the rate rises in each process, whose optimizer has no moments yet."""
+"""Steps in which the rate rises in each process, since its optimizer has no moments yet."""
 DECAY = 0.2
 """Share of the run in which "wsd" comes down."""
 
@@ -126,8 +126,8 @@ class ProgressLR(LRScheduler):
 
 
 class Followed:
-    """Makes a user's schedule, a function of the step, follow the run: it is asked for the step, of `steps`, at the
-    run's progress. The warm-up follows this process's steps, since progress is 0 until something is merged."""
+    """Makes a user's schedule, a function of the step, follow the run: it gets the step, out of `steps`, that
+    matches the run's progress. The warm-up follows this process's steps, since progress is 0 until something is merged."""
 
     def __init__(self, schedule: LambdaLR, learner: RunProgress, steps: int) -> None:
         self._schedule, self._learner, self._steps = schedule, learner, steps

@@ -20,19 +20,19 @@ class Writing:
         Path | None,
         Parameter(
             metavar="DIR",
-            help="folder of the model, or of the adapter, that was trained, as its library saves it: what the run does "
-            "not train comes from there",
+            help="folder of the model, or of the adapter, that was trained, as its library saves it: tensors "
+            "that the run does not train come from there",
         ),
     ] = None
     strip: Annotated[
-        str, Parameter(metavar="PREFIX", help="write the part of what joined that is there", show_default="found")
+        str, Parameter(metavar="PREFIX", help="write only the part with this prefix", show_default="found")
     ] = ""
-    partial: Annotated[Flag, Parameter(negative=(), help="leave out what has no place, or differs")] = False
-    dtype: Annotated[Dtype, Parameter(help="of the parameters")] = "float32"
+    partial: Annotated[Flag, Parameter(negative=(), help="leave out tensors that have no place or differ")] = False
+    dtype: Annotated[Dtype, Parameter(help="dtype of the parameters")] = "float32"
 
     def check(self) -> None:
         """Check the options before anything is pulled. Raises ConfigError and DataError."""
         if self.base is not None and self.out.suffix == ".safetensors":
-            raise ConfigError(f"--out {self.out}: give a folder, as configuration and tokenizer come with --base")
+            raise ConfigError(f"--out {self.out}: give a folder: --base adds configuration and tokenizer")
         if self.base is not None and not self.base.is_dir():
-            raise DataError(f"--base {self.base}: no such folder; give the one of the model that was trained")
+            raise DataError(f"--base {self.base}: no such folder; give the folder of the model that was trained")

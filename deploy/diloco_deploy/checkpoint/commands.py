@@ -34,7 +34,7 @@ def take(
     folders: Annotated[list[Path], Parameter(metavar="FOLDER", help="of `diloco up`, or data folders of shards")],
     /,
     *,
-    name: Annotated[str | None, Parameter(metavar="NAME", help="of the checkpoint", show_default="the time")] = None,
+    name: Annotated[str | None, Parameter(metavar="NAME", help="its name", show_default="the time")] = None,
     into: Annotated[Path | None, Parameter(metavar="PATH", help="put it here, not in `checkpoints`")] = None,
 ) -> int:
     """Take a checkpoint: hard links to the newest version of each fragment, whether or not the shards run."""
@@ -45,7 +45,7 @@ def take(
 
     name = name or datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     if not re.fullmatch(r"(?!version-)\w[\w.-]{0,63}", name):
-        raise ConfigError(f"--name {name}: give 1 to 64 letters, digits and . _ -, but not version-, as shards do")
+        raise ConfigError(f"--name {name}: give 1 to 64 letters, digits or . _ -, but not version-: shards use it")
     sources = [path for folder in folders for path in data_folders(folder)]
     target = (into or folders[0] / FOLDER) / name
     contents, damage = take_checkpoint(sources, target, whole=sources != folders)
@@ -170,7 +170,7 @@ def pull(
         list[str] | None,
         Parameter(
             metavar="URL",
-            help="with --each: tell this inference server of every folder that is whole, such as "
+            help="with --each: tell this inference server about every complete folder, such as "
             "sglang+http://HOST:PORT or vllm+http://HOST:PORT; may be repeated",
         ),
     ] = None,
@@ -178,7 +178,7 @@ def pull(
         str | None, Parameter(metavar="ID", help="id of the run", show_default="that of the folder, or local")
     ] = None,
     tls: Annotated[Path | None, Parameter(metavar="FOLDER", help="an observer's or learner's certificate")] = None,
-    token_file: Annotated[Path | None, Parameter(metavar="FILE", help="bearer token, if the shards ask")] = None,
+    token_file: Annotated[Path | None, Parameter(metavar="FILE", help="bearer token, if shards need it")] = None,
     wait: Annotated[float, Parameter(converter=_SECONDS, metavar="5s", help="how long to wait for shards")] = 5.0,
 ) -> int:
     """Pull the latest version of every fragment from the shards, without joining, and write the model in the form that
@@ -189,7 +189,7 @@ def pull(
     if (keep is not None or notify) and each is None:
         raise ConfigError("--keep and --notify are for --each N, which writes a folder for every N versions")
     if each is not None and (average or how.out.suffix == ".safetensors"):
-        raise ConfigError("--each writes folders, of versions: give --out a folder, and leave out --average")
+        raise ConfigError("--each writes folders, and no averages: give --out a folder, and leave out --average")
     if folder is not None:
         here = shards_in(folder)
         shards, run, tls = ",".join(here.addresses), run or here.run, tls or here.tls

@@ -26,7 +26,7 @@ TRIES = 100
 
 
 def take_checkpoint(sources: Sequence[Path], target: Path, *, whole: bool) -> tuple[Contents, list[str]]:
-    """Link the newest version of each fragment into a new folder. Returns its contents, and the damage passed over.
+    """Link the newest version of each fragment into a new folder. Returns its contents, and the damage it skipped.
 
     Args:
         sources: data folders of shards.

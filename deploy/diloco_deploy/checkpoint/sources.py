@@ -52,7 +52,7 @@ class Source:
             why = error.why if isinstance(error, VersionDamaged) else "it has gone"
             raise VersionDamaged(
                 f"{self.where.rstrip('/')}/{file.name}",
-                f"{why}. Nothing was written: look after the disk, and name another checkpoint (`diloco checkpoint "
+                f"{why}. Nothing was written: check the disk, and name another checkpoint (`diloco checkpoint "
                 "list FOLDER` shows what there is)",
             ) from error
 
@@ -137,7 +137,7 @@ TRIED_AGAIN = {"max_retries": 5, "retry_timeout": timedelta(seconds=60)}
 
 
 class ObjectFolder:
-    """The objects under a URL, as `Files` of `storage.filesystem`."""
+    """The objects under a URL, with the interface `Files` of `storage.filesystem`."""
 
     def __init__(self, url: str) -> None:
         """Raises ConfigError for a wrong URL, or if the extra is missing."""
@@ -185,7 +185,7 @@ class ObjectFolder:
         try:
             yield
         except self._obstore.exceptions.AlreadyExistsError:
-            raise BadCheckpoint(f"{self.url} is a checkpoint already, and none is ever changed") from None
+            raise BadCheckpoint(f"{self.url} is a checkpoint already, and checkpoints never change") from None
         except self._obstore.exceptions.BaseError as error:
             raise CannotConnect(
                 f"{self.url}: {str(error).splitlines()[0]}. Check the URL, the credentials and the endpoint in the "
@@ -194,7 +194,7 @@ class ObjectFolder:
 
 
 class _OldObject:
-    """Reads a version from start to end in small slices; obstore reads blocks, and keeps the last one."""
+    """Reads a version from start to end in small slices; obstore reads whole blocks and keeps the last one."""
 
     def __init__(self, reader: Any, told: Callable[[], AbstractContextManager[None]]) -> None:
         self.size: int = reader.size

@@ -1,4 +1,4 @@
-"""The work of the commands for checkpoints and models, and their output; and what tells inference servers about it."""
+"""Does the work of the commands for checkpoints and models, prints their output, and notifies inference servers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def model_in(whole: Whole) -> GlobalModel:
 
 
 def find_checkpoints(folder: Path) -> list[dict[str, Any]]:
-    """Checkpoints in `folder`, in its `checkpoints`, and in its shards', where parts with one name are one checkpoint.
+    """Checkpoints in `folder` and its `checkpoints`, and in its shards: there, parts with one name are one checkpoint.
 
     Each has its paths and state and, if it can be read, run, versions and bytes. Raises OSError.
     """
@@ -119,7 +119,7 @@ def write_each(found: Iterable[GlobalModel], how: Writing, keep: int | None, tol
     """Write a folder per model, `DONE` last. `keep`: folders to keep. `told`: servers to notify. Raises DataError."""
     written: list[Path] = []
     if there := next(how.out.glob("version-*"), None):
-        raise DataError(f"{there} is of another run, or of an earlier command: give --out another folder")
+        raise DataError(f"{there} is from another run or an earlier command: give --out another folder")
     for one in found:
         folder = how.out / f"version-{one.version:06}"
         (folder / DONE).unlink(missing_ok=True)
@@ -152,12 +152,12 @@ class Refused(Exception):
 
 
 class Notified:
-    """An inference server that is told about new model folders, since they watch none.
+    """An inference server. It is told about new model folders, since it does not watch for them.
 
-    SGLang needs one call, `POST /update_weights_from_disk`. vLLM needs a weight transfer of four: once
+    SGLang needs one call, `POST /update_weights_from_disk`. vLLM needs a weight transfer in four calls: once
     `/init_weight_transfer_engine`, and per version `/start_weight_update`, `/update_weights` and
     `/finish_weight_update`. Its backend must be one that reads files; it gets the folder as `path`. A folder must have
-    the same path where the server runs.
+    the same path on the server's machine.
     """
 
     def __init__(self, url: str, sleep: Callable[[float], None] = time.sleep) -> None:
@@ -182,7 +182,7 @@ class Notified:
                 if answer.get("success") is False:
                     raise Refused(plain(str(answer.get("message"))))
         except Refused as refused:
-            self._is_initialised = False  # it may be a new process by now
+            self._is_initialised = False  # the server may be a new process by now
             return f"{self.address} did not take {folder.name}: {refused}"
         return f"{self.address} has taken {folder.name}"
 
@@ -194,7 +194,7 @@ class Notified:
         try:
             self._call("/update_weights", {"update_info": {"path": str(folder)}})
         finally:
-            self._call("/finish_weight_update", {})  # even after a refusal: until then it serves no one
+            self._call("/finish_weight_update", {})  # even after a refusal: the server waits for it
 
     def _call(self, path: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
         """Raises Refused."""

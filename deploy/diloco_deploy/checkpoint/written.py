@@ -7,7 +7,7 @@ The run uses the names of the module that joined. `--base` determines the names 
     another folder            its safetensors
     none                      the state_dict of the model that joined, as learners have declared it
 
-Tensors kept from the base are compared with the checksums of what learners hold fixed.
+Tensors kept from the base are compared with the checksums that learners declared for their frozen tensors.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from diloco_worker.shell.frozen_tensors import checksum, values_of
 
 MODEL, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json")
-"""Suffixes of files with weights, or with indexes of them: these are not copied."""
+"""Suffixes of files that hold weights, or an index of weights: these files are not copied."""
 PEFT = "base_model.model."
-"""Prefix of names in PEFT's file; a model with `add_adapter` has none."""
+"""Prefix of the names in PEFT's file; a model with `add_adapter` has no such prefix."""
 OR_ELSE = "save the model of a learner, after `finish`"
 
 
@@ -45,12 +45,12 @@ OR_ELSE = "save the model of a learner, after `finish`"
 class Loader:
     name: str
     wants: Mapping[str, Tensor]
-    """Every name -> the values of the base; tied ones share memory."""
+    """Every name -> its values in the base; tied tensors share memory."""
     lacks: Collection[str] = ()
     """The names that the base lacks."""
     file: str = MODEL
     model: Any = None
-    """A transformers model, which saves itself; `wants` is its memory."""
+    """A transformers model, which saves itself; `wants` shares its memory."""
 
 
 def write(found: GlobalModel, how: Writing) -> tuple[Path, int]:
@@ -92,7 +92,7 @@ def _places(loader: Loader, mine: Mapping[str, str], strip: str) -> dict[str, st
     """Wanted name -> the learners' key for it. `mine`: key, without `strip` -> tensor of the run, or "".
 
     A model may be inside another module, whose names precede its own, and PEFT's file omits the adapter's name. The
-    mapping that places most tensors is taken. Raises DataError if there are several.
+    mapping that places the most tensors is used. Raises DataError if there are several.
     """
     wants = {want.removeprefix(PEFT) if loader.file == ADAPTER else want: want for want in loader.wants}
     in_order = sorted(mine, key=lambda key: mine[key] != "")  # shared tensors win
@@ -130,7 +130,7 @@ def _told(frozen: FrozenTensor, dtype: torch.dtype) -> Tensor | None:
 
 
 def _differs(frozen: FrozenTensor, values: Tensor) -> bool:
-    """Whether learners are known to hold other values than the base; unknown, so False, if these were rounded."""
+    """Whether learners are known to hold values other than the base's; unknown, so False, if the base was rounded."""
     dtype = getattr(torch, frozen.form.partition(" ")[0], None)
     if frozen.crc32c is None or values.is_meta or not isinstance(dtype, torch.dtype):
         return False
@@ -164,7 +164,7 @@ def _check(loader: Loader, values: Mapping[str, Tensor], other: set[str], lost: 
     return lacking | odd | other
 
 
-# ------------------------------------------------------------------ who loads it
+# ------------------------------------------------------------------ loaders
 
 
 def _loader(base: Path | None, dtype: torch.dtype, mine: Mapping[str, Tensor | None]) -> Loader:
@@ -214,7 +214,7 @@ def _save(loader: Loader, values: Mapping[str, Tensor], left_out: Collection[str
     if wrong := {k for k, v in (written | dict(values)).items() if not torch.equal(loaded[k], v.to(loaded[k].dtype))}:
         raise DataError(
             f"{some(sorted(wrong))}: transformers would load other values than were trained, so nothing was written. "
-            "If the model of --base ties what the run trained apart, change that in its config.json"
+            "If the model of --base ties tensors that the run trained apart, untie them in its config.json"
         )
 
 
@@ -253,4 +253,4 @@ def _library(folder: Path) -> Iterator[None]:
         ) from None
     except Exception as error:  # of any kind
         why = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise DataError(f"{folder}: its library says: {why}. Have it saved by save_pretrained, or {OR_ELSE}") from error
+        raise DataError(f"{folder}: its library says: {why}. Save it with save_pretrained, or {OR_ELSE}") from error

@@ -21,7 +21,7 @@ class Asker:
     def __init__(self, tls: Path | None = None, bearer_token: str | None = None) -> None:
         """`tls`: folder with an observer's certificate; None: plaintext. Raises ConfigError, SecretExposed.
 
-        `bearer_token`: sent along; in plaintext, other machines show generations and epochs only to callers with it.
+        `bearer_token`: sent with requests; in plaintext, other machines show generations and epochs only with it.
         """
         self._tls = None if tls is None else _context(tls)
         self._headers = {"Authorization": f"Bearer {bearer_token}"} if bearer_token else {}
@@ -100,11 +100,11 @@ class ShardReply(NamedTuple):
     """When its status was requested, in seconds of the monotonic clock."""
     status: dict[str, Any]
     rounds: dict[str, Any] | None
-    """New rounds; None: it does not report them."""
+    """New rounds; None: the shard does not report them."""
 
 
 class NoAnswer(Exception):
-    """A shard did not answer, or not like a shard; the message says how."""
+    """A shard did not answer, or its answer is not that of a shard; the message says which."""
 
     code = ""
     """A stable code, if known: EXPIRED."""
@@ -121,7 +121,7 @@ def ask(asker: Asker, address: str, epoch: int, after: int, timeout_s: float = A
         raise NoAnswer(f"{address} is not a shard")
     try:
         rounds = reading.read_json(_get(asker, address, f"/rounds?epoch={epoch}&after={after}", timeout_s))
-    except (NoAnswer, reading.Unreadable):  # it requires the token
+    except (NoAnswer, reading.Unreadable):  # the shard requires the token
         rounds = None
     return ShardReply(asked_at, status, rounds)
 

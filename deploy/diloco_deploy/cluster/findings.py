@@ -1,7 +1,7 @@
 """Finds what is wrong in a cluster, from the model and the time. Pure.
 
-`diloco status`, its JSON and `--strict`, the live page, `diloco doctor` and `diloco up` show these findings, and make
-no others about a running cluster. `diloco explain` knows their codes.
+`diloco status`, its JSON and `--strict`, the live page, `diloco doctor` and `diloco up` show these findings, and
+report nothing else about a running cluster. `diloco explain` knows their codes.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from diloco_deploy.cluster.members import SeenLearner, SeenMember, Status
 from diloco_deploy.cluster.model import Cluster
 
 SHORT = 0.5
-"""Learners that keep less than this share of their length are reported."""
+"""A learner is reported if less than this share of its contributions' length is kept."""
 ENDS_SOON_S = 14 * 86_400.0
-"""Certificates that expire sooner are reported, as by the alert."""
+"""Certificates that expire sooner than this are reported; the alert has the same limit."""
 SKEW_S = 10.0
 """Larger differences between clocks are reported."""
 BYTES_PER_PARAMETER = max(formulas.version_bytes(outer, "int8") for outer in formulas.MOMENTUM_BYTES)
@@ -29,7 +29,7 @@ BYTES_PER_PARAMETER = max(formulas.version_bytes(outer, "int8") for outer in for
 NO_TOKENS_STEPS = 10
 """Steps without a token after which a learner is reported."""
 STANDS = frozenset({"STORAGE", "NO_PROGRESS"})
-"""Codes that mean that the run makes no versions, or not all."""
+"""Codes that mean that the run makes no versions, or not of all fragments."""
 GONE = frozenset({"SHARD_AWAY", "SHARD_UNKNOWN", "WORKER_AWAY", "LEFT_OUT", Revoked.code, Expired.code})
 """Codes that mean that an expected member is missing."""
 OF_SHARDS = frozenset({"SHARD_AWAY", "SHARD_UNKNOWN", Expired.code})
@@ -77,7 +77,7 @@ def natural(name: str) -> list[tuple[int, str]]:
 def _of_shard(cluster: Cluster, shard: SeenMember, now: float, silent_after_s: float) -> Iterator[Finding]:
     if shard.process == "not asked":
         yield Finding(
-            "SHARD_UNKNOWN", shard.label, f"{shard.label} was not asked, and nobody mentions it",
+            "SHARD_UNKNOWN", shard.label, f"{shard.label} was not asked, and no member mentions it",
             "add its address to --http",
         )  # fmt: skip
     elif shard.process not in (*_HERE, *_DONE) or _silent_s(shard, now) > silent_after_s:
@@ -99,7 +99,7 @@ def _readers(shard: SeenMember) -> Iterator[Finding]:
         costs = (
             "learners of its site pull from the shard"
             if role == "mirror"
-            else ("were the shard's machine lost now, so were its versions since")
+            else ("if the shard's machine is lost now, so are its versions since")
         )
         words = f"a {role} of {shard.label} ({away.get('name')}) is away{_for(since_s)}: {costs}"
         yield Finding(
@@ -118,7 +118,7 @@ def _silent_s(member: SeenMember, now: float) -> float:
 
 def _shard_away(cluster: Cluster, shard: SeenMember, now: float) -> Finding:
     since_s = _away_s(shard, now)
-    left_s = float(shard.get("certificate_s", inf)) - (now - (shard.heard_at or now))  # by its last answer
+    left_s = float(shard.get("certificate_s", inf)) - (now - (shard.heard_at or now))  # according to its last answer
     if shard.why_code == Expired.code or left_s <= 0:
         words = f"the certificate of {shard.label} has expired{_for(since_s)}: nobody can call it{_because(shard)}"
         return Finding(Expired.code, shard.label, words, "issue another: `diloco certs issue`", since_s)
@@ -156,7 +156,7 @@ def _no_progress(cluster: Cluster, shard: SeenMember) -> Iterator[Finding]:
     overdue = [f for f in shard.get("fragments", ()) if float(f.get("open_s") or 0.0) > limit_s]
     absent = _absent(cluster, shard)
     needs = f", and a round needs {quorum} (sync.quorum)" if quorum else ""
-    do = "fix what is said about the missing ones" + (", or lower the quorum" if quorum and quorum > 1 else "")
+    do = "fix what is reported about the missing learners" + (", or lower the quorum" if quorum and quorum > 1 else "")
     if overdue:
         oldest = max(overdue, key=lambda f: float(f["open_s"]))
         waits = {str(name): "has not contributed" for name in oldest.get("missing") or ()} | absent
@@ -207,7 +207,7 @@ def _disk(shard: SeenMember) -> Iterator[Finding]:
     free = shard.get("disk_free_bytes")
     wanted = BYTES_PER_PARAMETER * sum(int(f.get("elements") or 0) for f in shard.get("fragments", ()))
     if free is not None and shard.get("data_dir") and free < wanted:
-        words = f"{shard.label}: {units.size(free)} of its disk are free; one more version of each fragment may not fit"
+        words = f"{shard.label}: {units.size(free)} of its disk is free; one more version of each fragment may not fit"
         yield Finding("DISK_SMALL", shard.label, words, "free some space, or use a larger volume")
 
 
@@ -215,7 +215,7 @@ def _clock(shard: SeenMember) -> Iterator[Finding]:
     skew_s = float(shard.get("clock_skew_s") or 0.0)
     if abs(skew_s) > SKEW_S:
         way = "ahead of" if skew_s > 0 else "behind"
-        words = f"the clock of {shard.label} is {abs(skew_s):,.0f} s {way} ours, and certificates go by it"
+        words = f"the clock of {shard.label} is {abs(skew_s):,.0f} s {way} ours, and certificates depend on it"
         yield Finding("CLOCK_SKEWED", shard.label, words, "set both by NTP (`timedatectl set-ntp true`)")
 
 
@@ -303,7 +303,7 @@ def _of_standing(name: str, learner: SeenLearner) -> Iterator[Finding]:
         return
     kept = min((float(one["kept"]) for one in learner.told if one.get("kept") is not None), default=1.0)
     if kept < SHORT:
-        words = f"{name} is shortened: of the length of its contributions {kept:.0%} count, as they are far longer"
+        words = f"{name} is shortened: {kept:.0%} of its contributions' length counts, as they are far longer"
         yield Finding("SHORTENED", name, words, "lower its learning rate, or compare its batches with the others'")
     if failing := [one for one in learner.told if float(one.get("pushes_fail_s") or 0.0) >= SAY_EVERY_S]:
         where, since_s = ", ".join(one["shard"] for one in failing), max(float(one["pushes_fail_s"]) for one in failing)
@@ -312,7 +312,7 @@ def _of_standing(name: str, learner: SeenLearner) -> Iterator[Finding]:
         do = "look for a proxy's limit (413: `client_max_body_size`), or the MTU, on the way"
         yield Finding("PUSHES_FAIL", name, words, do, since_s)
     if learner.inner_step >= NO_TOKENS_STEPS and not learner.tokens:
-        words = f"{name} has taken {learner.inner_step} steps, and reported tokens=0 in all: its work is never merged"
+        words = f"{name} has taken {learner.inner_step} steps, and never reported a token: its work is never merged"
         yield Finding("NO_TOKENS", name, words, "count the tokens of the batch: `learner.step(tokens=...)`")
 
 
@@ -324,7 +324,7 @@ def _own_words(name: str, worker: SeenMember) -> Iterator[Finding]:
             words = f"{name} has no lease at {shard.get('address')}: {shard.get('why')}"
             yield Finding(code, name, words, f"`diloco explain {code}`")
     if undone := int(worker.get("versions_undone", 0)):
-        words = f"{name}: steps took back {undone} versions: the model is written to from a copy"
+        words = f"{name}: its steps took back {undone} versions: something writes a copy over the model"
         yield Finding(VersionUndone.code, name, words, f"`diloco explain {VersionUndone.code}`")
 
 

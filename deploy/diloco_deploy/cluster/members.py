@@ -1,7 +1,7 @@
 """One shard or worker over all of its processes, and one learner over all shards, from answers at /status. Pure.
 
 Shards do not know of each other, so each reports the learners that it knows. The terminal, `--json` and the page are
-views of what this puts together.
+views of the members and learners built here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COUNTERS_OF_LEARNERS = ("asked", "merged")
 
 
 class SeenReader(NamedTuple):
-    """A mirror or a standby, as its shard tells of it."""
+    """A mirror or a standby, as its shard reports it."""
 
     role: str
     name: str
@@ -53,9 +53,9 @@ class SeenMember:
     why_code: str = ""
     """The code of that reason, if known: EXPIRED."""
     since: float | None = None
-    """Since when it is gone, by the clock of the model; None: unknown."""
+    """Since when it has been gone, by the clock of the model; None: unknown."""
     again: str = ""
-    """What restarts it; empty: a person does."""
+    """What restarts it, as a text to show; empty: a person must."""
     starts: int = 0
     """Earlier processes that have answered."""
     listing: Status = field(default_factory=dict)
@@ -176,11 +176,11 @@ def counts_of(said: Mapping[str, Any]) -> Counter[str]:
 
 
 KEPT_S = 900.0
-"""What happened is remembered for so long."""
+"""How long past events are remembered."""
 SAME_S = 1.0
 """Tolerance for the time of an event, which is computed from its age."""
 LEARNERS_MAX = 10_000
-"""Learners that are remembered. Above it, those away longest are dropped, and counted."""
+"""Maximum number of learners remembered. Beyond it, those away longest are dropped and counted."""
 STATES = ("away", "awaited", "left_out", "stalled", "partly", "unknown", "training", "left")
 """Sorted by how much they need attention."""
 HERE = ("training", "stalled", "left_out", "partly")
@@ -241,7 +241,7 @@ class SeenLearner:
 
     @property
     def tokens_per_s(self) -> float:
-        """By its own report; 0 if it is not here, has not reported, or reports the impossible."""
+        """From its own report; 0 if it is not here, has not reported, or reports an impossible rate."""
         if not self.is_here or not self.inner_step or self.step_time_s < STEP_S_MIN:
             return 0.0
         found = self.tokens / self.inner_step / self.step_time_s

@@ -1,4 +1,4 @@
-"""A cluster: all members and learners, and their totals. Pure: answers and times come in.
+"""A cluster: all members and learners, and their totals. Pure: answers and times are passed in.
 
 `diloco status` makes a model from one answer per member; `diloco up` and the live page keep one over time.
 """
@@ -93,7 +93,7 @@ class Cluster:
         return self._learners
 
     def state_of(self, member: SeenMember, now: float) -> str:
-        """A member's state in one word: of its process first, then at the shards, then its own."""
+        """A member's state in one word: its process's first, then its state at the shards, then the one it reports."""
         if member.process != "up":
             return member.process + (f" {units.clock(now - member.since)}" if member.since is not None else "")
         if not member.status:
@@ -154,7 +154,7 @@ class Cluster:
     def _before_change_of(self, name: str) -> None:
         member = self.members[name]
         if member.role == "shard":
-            if member.status and name in self._unread:  # or learners in this answer alone would be missed
+            if member.status and name in self._unread:  # or learners that only this answer lists would be lost
                 self._roll()
             self._unread.add(name)
 

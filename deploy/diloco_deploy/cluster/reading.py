@@ -25,7 +25,7 @@ HEAD_BYTES_MAX = 64 << 10
 NESTS_MAX = 1 << 17
 """Maximum number of lists and objects in one body: a few for each learner and fragment."""
 DEPTH_MAX, NUMBER_MAX = 8, 2**63
-"""How deep an answer nests, and its largest number: more than any /status has."""
+"""Maximum depth of an answer, and its largest number: more than any /status has."""
 
 
 class Unreadable(ValueError):
@@ -68,7 +68,7 @@ def _left(ends_at: float) -> float:
 
 
 def _read(connection: socket.socket, ends_at: float) -> bytes:
-    """The whole answer: HTTP/1.0 ends with the connection, or where its head says."""
+    """The whole answer: in HTTP/1.0 it ends with the connection, or where its head says."""
     data, whole = bytearray(), None
     while whole is None or len(data) < whole:
         connection.settimeout(_left(ends_at))

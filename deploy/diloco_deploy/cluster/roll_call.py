@@ -2,7 +2,7 @@
 
 Shards do not know each other. But each knows their number, and hears from its learners which others they do not reach.
 So one answering shard is enough to notice a missing one. `diloco up` writes the record and the addresses of its
-processes into its folder; all but this is pure.
+processes into its folder; everything else is pure.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Present:
     why: str = ""
     """The source of this, in words; empty: its own answer."""
     code: str = ""
-    """The code of why it does not answer, if known."""
+    """The code of the reason why it does not answer, if known."""
     answered: bool = False
     restarts: int = 0
     """How often its process was restarted, as counted by `diloco up`."""
@@ -160,7 +160,7 @@ def roll_call(
 
 
 def _member(one: Present, recorded: MemberRecord | None) -> SeenMember:
-    """A member by a clock that is 0 now."""
+    """The member for a model whose clock is 0 now."""
     if one.presence != "alive":
         since = None if one.since_s is None else -one.since_s
         return SeenMember(
@@ -193,7 +193,7 @@ class _RollCall:
         self._shards = [status for status in self._heard.values() if status.get("role") == "shard"]
 
     def shards(self) -> Iterator[Present]:
-        """The shards: as many as any of them, or the record, reports."""
+        """The shards: as many as the highest count that the record or any shard reports."""
         count = max([int(s.get("count") or 0) for s in self._shards] + [self._record.shards if self._record else 0])
         by_index = {int(shard["index"]): shard for shard in self._shards if shard.get("index") is not None}
         names = [f"shard-{index}" for index in range(count)]
@@ -244,7 +244,7 @@ class _RollCall:
 
     def _by_learners(self, name: str, index: int) -> Present:
         """A shard's presence, from what learners tell the other shards."""
-        by_learner: dict[str, float | None] = {}  # learner -> for how long it has not reached it; None: it does
+        by_learner: dict[str, float | None] = {}  # learner -> how long it has not reached the shard; None: it does
         for shard in self._shards:
             for learner in shard.get("learners", ()):
                 if learner.get("state") in WITH_LEASE and (said := learner.get("away")) is not None:

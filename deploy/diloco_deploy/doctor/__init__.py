@@ -1,7 +1,7 @@
 """`diloco doctor`: checks a learner's connection to the shards, or a shard's machine, and names the problems.
 
-Here are checks, their results, and how they run: one after another, each with its own time limit and all within a
-total. None can harm another. Imports nothing slow.
+This module defines checks and their results, and runs them: one after another, each with its own time limit and all
+within a total. No check can harm another. Imports nothing slow.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def run_checks(checks: Sequence[Check], clock: Callable[[], float], ends_at: flo
         missing = [name for name in check.needs if (name, check.about) in bad]
         if missing:
             found: Sequence[ReportLine] = [
-                ReportLine(State.SKIPPED, "SKIPPED", f"not looked at, because of: {missing[0]}")
+                ReportLine(State.SKIPPED, "SKIPPED", f"not checked, because of: {missing[0]}")
             ]
         else:
             found = _look(check, max(0.1, min(check.seconds, ends_at - clock())))

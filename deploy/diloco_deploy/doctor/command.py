@@ -81,7 +81,7 @@ def examine(patient: Patient, *, as_json: bool = False) -> int:
 
 
 def look(patient: Patient) -> Iterator[CheckedLine]:
-    # Imports torch, for the codec: two seconds, or many on a busy machine. No check should pay for that.
+    # This imports torch, for the codec: two seconds, or many on a busy machine. No check's time should include it.
     import_module("diloco_deploy.doctor.shards")
     ends_at = time.monotonic() + TOTAL_S
     if patient.shards:
@@ -97,7 +97,7 @@ def look(patient: Patient) -> Iterator[CheckedLine]:
 
 
 def _ways(patient: Patient, ends_at: float) -> Iterator[CheckedLine]:
-    """Check all connections in parallel; then, whether these are all shards."""
+    """Check all connections in parallel; then check whether these are all the shards."""
     from diloco_common.trust.credentials import Credentials
     from diloco_deploy.doctor import shards
 
@@ -192,7 +192,7 @@ def _shard(patient: Patient) -> PlannedShard | None:
 
 
 def _lines(found: CheckedLine) -> Iterator[str]:
-    """Escapes the words, since some come from a shard and must not control the terminal."""
+    """Escapes the texts, since some come from a shard and must not control the terminal."""
     check, finding = found
     mark = MARKS[finding.state]
     code = "" if finding.state in (State.OK, State.SKIPPED) else f" [{finding.code}]"
@@ -221,7 +221,7 @@ def doctor(
     folder: Annotated[
         Path | None, Parameter(metavar="PATH", help="check the shards of the cluster that `diloco up` runs there")
     ] = None,
-    shard: Annotated[Flag, Parameter(help="check whether this machine can run the shard of the settings")] = False,
+    shard: Annotated[Flag, Parameter(help="check whether this machine can run the configured shard")] = False,
     device: Annotated[
         str | None,
         Parameter(

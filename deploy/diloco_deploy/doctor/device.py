@@ -34,7 +34,7 @@ def checks(name: str, soak_s: float = SOAK_S) -> list[Check]:
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA raises AssertionError
         why = failure("DEVICE_MISSING", f"torch {torch.__version__} cannot use {name!r}: {error}".splitlines()[0])
         return [Check("device", name, 1.0, lambda: why)]
     return [
@@ -99,13 +99,13 @@ def copies(device: torch.device) -> ReportLine:
     down = host.numel() / _seconds(lambda: there.copy_(host, non_blocking=True), device)
     up = host.numel() / _seconds(lambda: back.copy_(there, non_blocking=True), device)
     if not _are_same(host, back):
-        return failure("DEVICE_WRONG", "what was copied there and back is not what was sent")
+        return failure("DEVICE_WRONG", "data copied there and back differs from the data sent")
     said = f"pinned copies: {units.size(down)}/s there, {units.size(up)}/s back"
     return ok(said, to_bytes_per_s=down, from_bytes_per_s=up)
 
 
 def free_memory(device: torch.device) -> ReportLine:
-    """Memory that torch could still allocate. For a CPU that is another check."""
+    """Memory that torch could still allocate. For a CPU, another check covers this."""
     module = _module(device)
     if not hasattr(module, "mem_get_info"):
         return ok(f"{device}: torch does not say how much memory is free")

@@ -18,7 +18,7 @@ from diloco_server.shell.quotas import CONNECTIONS_PER_LEARNER, ENOUGH, KEPT, co
 from diloco_server.storage.filesystem import Disk, FileSystem
 
 FILE_BYTES, MEASURE_S = 8 << 20, 2.0
-"""Size of the files that are written in turn, and seconds after which no further one is begun."""
+"""Size of the files that are written in turn, and seconds after which no further file is started."""
 
 
 class Written(NamedTuple):
@@ -86,7 +86,7 @@ def speed(folder: Path, shard: PlannedShard | None, clock: Callable[[], float]) 
     """How fast versions become durable in a folder."""
     place = _nearest(folder)
     try:
-        # In a private folder: in one that others write to, a name may be their link.
+        # Write in a private folder: in a shared one, another user may have put a link under the name.
         with tempfile.TemporaryDirectory(prefix="doctor-", dir=place) as own:
             written = write(Disk(Path(own)), clock)
     except OSError as error:
@@ -129,7 +129,7 @@ def room(folder: Path, shard: PlannedShard | None) -> ReportLine:
     except OSError as error:
         return failure("DISK_UNUSABLE", f"{place} cannot be read: {error.strerror or error}")
     if shard is None:
-        return ok(f"{folder}: {units.size(free)} free (--params says whether that is enough)", free_bytes=free)
+        return ok(f"{folder}: {units.size(free)} free (give --params to check whether that is enough)", free_bytes=free)
     return enough_room(folder, free, used, shard)
 
 
@@ -176,9 +176,9 @@ def memory(shard: PlannedShard | None) -> ReportLine:
 
 
 def enough_memory(available: float, shard: PlannedShard | None) -> ReportLine:
-    what = f"{units.size(available)} of memory are available"
+    what = f"{units.size(available)} of memory is available"
     if shard is None:
-        return ok(f"{what} (--params says whether that is enough)", available_bytes=available)
+        return ok(f"{what} (give --params to check whether that is enough)", available_bytes=available)
     needed = formulas.shard_memory(
         shard.params, shard.fragments, shard.learners, BITS.get(shard.push, 32.0), shard.outer, shard.pull,
         companions=shard.companions_every is not None,

@@ -96,7 +96,7 @@ def handshake(
 
 
 def validity(whose: str, until: datetime, now: datetime) -> ReportLine:
-    what = f"{whose} holds until {shown(until)}"
+    what = f"{whose} is valid until {shown(until)}"
     return warning("CERTIFICATE_ENDS_SOON", what) if until - now < ENDS_SOON else ok(what)
 
 
@@ -107,7 +107,7 @@ def describe(door: Door, known: Known, protocol: int) -> Sequence[ReportLine]:
     except NoShard as error:
         return [failure("NOT_A_SHARD", f"{door.address} does not speak our protocol ({error})")]
     except Silence:
-        return [failure("NO_ANSWER", f"{door.address} takes connections, and answers no call in {ASK_S:g} s")]
+        return [failure("NO_ANSWER", f"{door.address} accepts connections, but answers no call within {ASK_S:g} s")]
     except NotSeeded:
         known.answers[door.address] = None
         return [ok(f"a shard of run {door.run_id} that waits for its first learner; protocol {protocol}")]
@@ -126,7 +126,7 @@ def complete(known: Known) -> ReportLine:
     """Whether all shards of the run were named."""
     answers = [answer for answer in known.answers.values() if answer is not None]
     if not answers:
-        return ok("which shards the run has is known once a learner has joined")
+        return ok("the number of shards is known once a learner has joined")
     count = max(answer.num_shards for answer in answers)
     missing = sorted(set(range(count)) - {answer.shard_index for answer in answers})
     waiting = len(known.answers) - len(answers)  # their refusal does not say which of the missing ones they are
@@ -166,7 +166,7 @@ def package(address: str, theirs: str, ours: str) -> ReportLine:
 
 
 class NoShard(Exception):
-    """Something other than a shard answers; the message has gRPC's words."""
+    """Something other than a shard answers; the message quotes gRPC."""
 
 
 class Silence(Exception):
@@ -174,7 +174,7 @@ class Silence(Exception):
 
 
 def join_answer(door: Door, known: Known, protocol: int) -> JoinAnswer:
-    """The shard's description of the run; keeps what it says of itself. Raises its Refusal, NoShard, Silence."""
+    """The shard's description of the run; keeps its report about itself. Raises its Refusal, NoShard, Silence."""
 
     async def ask() -> JoinAnswer:
         channel = rpc.channel(door.address, door.files, rpc.BULK_CHANNEL_OPTIONS)

@@ -47,7 +47,7 @@ def up(
     options: SettingsOptions = NO_SETTINGS,
 ) -> int:
     """Run shards and workers as processes on this machine and show their state. At the end, evaluate and export the
-    global model. Ctrl-C ends the run cleanly; a second one, at once."""
+    global model. Ctrl-C ends the run cleanly; a second Ctrl-C ends it at once."""
     flags = {
         "cluster.shards": shards, "cluster.workers": workers, "cluster.folder": folder, "run.tokens": tokens,
         "run.seed": seed, "data.source": data, "worker.track": track,
@@ -70,7 +70,7 @@ tokens = 200_000            # the run ends after this many merged tokens; text s
 fragments = 4               # parts of the model, each synchronized on its own
 quorum = 1                  # contributions that let a round close
 
-[cluster]                   # of `diloco up` alone, which trains the built-in model
+[cluster]                   # only for `diloco up`, which trains the built-in model
 shards = 2
 workers = 2
 """
@@ -195,8 +195,8 @@ def resume(
         files.check(mine.model_copy(update={"cluster": before.cluster}))
         if not files.holds_versions:
             raise BadCheckpoint(
-                f"the run of {shown(folder)} has no versions in {shown(files.data)}, so there is nothing to go on "
-                "with. If its shard.data_dir is a relative path, go to where `diloco up` was started; to start anew: "
+                f"the run of {shown(folder)} has no versions in {shown(files.data)}, so there is nothing "
+                "to continue. If its shard.data_dir is relative, go to where `diloco up` was started; to start anew: "
                 f"diloco up --folder {shown(folder)} --fresh"
             )
         if mine.cluster.shards != before.cluster.shards:

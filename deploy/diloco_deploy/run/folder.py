@@ -71,7 +71,7 @@ class ClusterFolder:
             try:
                 yield
             finally:
-                lock.truncate(0)  # another process may have this number later
+                lock.truncate(0)  # another process may get this process id later
 
     def _lock(self, lock: TextIO) -> None:
         try:
@@ -102,7 +102,7 @@ class ClusterFolder:
             left = [path for shard in shards for path in sorted(shard.glob("checkpoints/*/checkpoint.json"))]
             if left and not fresh:  # a user may want to restore one
                 raise ConfigError(
-                    f"{self.folder} holds checkpoints ({left[-1].parent}) but no versions. To go on from one, use "
+                    f"{self.folder} holds checkpoints ({left[-1].parent}) but no versions. To continue from one, use "
                     "`diloco restore`; to delete them and start anew, use --fresh"
                 )
             with disk_errors():
@@ -164,7 +164,7 @@ class ClusterFolder:
 
 
 def anchored(settings: Settings) -> Settings:
-    """The settings with absolute paths, so that a command started elsewhere reads them alike."""
+    """The settings with absolute paths, so that a command started elsewhere reads them the same way."""
     sections = {}
     for name in type(settings).model_fields:
         section = getattr(settings, name)
@@ -179,11 +179,11 @@ def is_owned(folder: Path) -> bool:
     """Whether the process that last locked a cluster's folder is alive."""
     try:
         owner = int((folder / "run" / "lock").read_text(encoding="utf-8"))
-        if owner == os.getpid():  # in another container, or before a reboot
+        if owner == os.getpid():  # the owner was in another container, or ran before a reboot
             return False
         os.kill(owner, 0)
     except PermissionError:
-        return True  # it is alive, and another user's
+        return True  # it is alive, and belongs to another user
     except (OSError, ValueError, OverflowError):
         return False
     return True
@@ -222,7 +222,7 @@ def shard_folders(folder: Path) -> list[Path]:
 
 
 class LocalShards(NamedTuple):
-    """How to reach the shards of `diloco up` in a folder: addresses, run and certificate. None is asked."""
+    """How to reach the shards of `diloco up` in a folder: addresses, run and certificate. No shard is asked."""
 
     addresses: tuple[str, ...]
     run: str
@@ -245,11 +245,11 @@ def _remove(folder: Path) -> None:
     if folder.is_symlink():
         if any(folder.iterdir()):
             raise ConfigError(
-                f"{folder} is a link, and what it leads to is not deleted: empty it by hand, and start again"
+                f"{folder} is a link, and its target is not deleted: empty it by hand, and start again"
             )
         return
     for path in folder.iterdir():
-        if path.name == "lost+found":  # of a volume's file system, and root's
+        if path.name == "lost+found":  # belongs to root, in a volume's file system
             continue
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

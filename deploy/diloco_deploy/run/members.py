@@ -1,7 +1,7 @@
 """The members of a local cluster: how their processes are started, and what becomes of them over time.
 
-`Watch` is pure: answers and times come in. It feeds the display; the record in the folder feeds `diloco status` and
-`diloco scale`; `Members` updates both. `diloco scale` writes a file that asks for another number of workers, and
+`Watch` is pure: answers and times are passed in. It feeds the display; the record in the folder feeds `diloco status`
+and `diloco scale`; `Members` updates both. `diloco scale` writes a file that asks for another number of workers, and
 `diloco up` answers in its record. The folder is the only interface: anyone who may write to it controls the run anyway.
 """
 
@@ -103,7 +103,7 @@ class Children:
         return self._files.logs / f"{name}.log"
 
     def shard_addresses(self) -> str:
-        """Addresses of all shards, which must be up, as one text."""
+        """Addresses of all shards, which must be up, separated by commas."""
         return ",".join(dialable(self._ports[shard][0]) for shard in self.shards)
 
     def _proof_of(self, who: str) -> dict[str, object]:
@@ -116,7 +116,7 @@ def names(kind: Role, count: int) -> list[str]:
 
 
 def nth_port(address: str, index: int) -> str:
-    """The address of process number `index`: a port in the settings counts up from the first process."""
+    """The address of process number `index`: a port in the settings is the first process's, and later ones count up."""
     host, _, port = address.rpartition(":")
     return f"{host}:{int(port) + index}" if port.isdigit() and int(port) else address
 
@@ -131,7 +131,7 @@ def _sets(given: Mapping[str, object]) -> list[str]:
 
 
 HOLD_S = ASK_S
-"""Findings that end sooner are not reported."""
+"""Findings that last for a shorter time are not reported."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class Watch:
         self.cluster.members[name].again = "`diloco up` starts it again once it has ended, or hangs"
 
     def process(self, name: str, state: str) -> None:
-        """The state of a member's process changed. One that left is not expected, but its work counts."""
+        """The state of a member's process changed. A member that left is not expected, but its work counts."""
         self.cluster.process(name, state)
 
     def heard(self, name: str, status: Status, now: float) -> list[str]:
@@ -196,7 +196,7 @@ class Watch:
         if loss is None:
             return
         self._losses.append(loss)
-        if len(self._losses) > POINTS_MAX:  # halve the resolution, keep the whole course
+        if len(self._losses) > POINTS_MAX:  # halve the resolution, keep the whole curve
             self._losses = [(a + b) / 2 for a, b in zip(self._losses[::2], self._losses[1::2], strict=False)]
 
     def snapshot(self, now: float) -> Snapshot:
@@ -273,7 +273,7 @@ def wish_file(folder: Path) -> Path:
 
 def take_wish(folder: Path) -> int | None:
     """Take the requested number of workers. None: there is no request, or it is invalid."""
-    mine = wish_file(folder).with_suffix(".taken")  # taken by renaming: a newer request waits
+    mine = wish_file(folder).with_suffix(".taken")  # renaming takes it, so a newer request is kept
     try:
         wish_file(folder).rename(mine)
     except FileNotFoundError:
@@ -287,7 +287,7 @@ def take_wish(folder: Path) -> int | None:
 
 
 def scale_to(folder: Path, workers: int) -> int:
-    """Run the command. Raises ConfigError, and CannotConnect if no `diloco up` runs there or it does not answer."""
+    """Ask for so many workers. Raises ConfigError, and CannotConnect if no `diloco up` runs there, or none answers."""
     before = read_record(folder)
     if before is None:
         raise CannotConnect(
@@ -318,6 +318,6 @@ def scale_to(folder: Path, workers: int) -> int:
 
 def _not_training(folder: Path) -> CannotConnect:
     return CannotConnect(
-        f"`diloco up` in {folder} is not training yet, or no more (and one on Ray keeps its workers); look at it: "
+        f"`diloco up` in {folder} is not training yet, or no longer (on Ray, workers never change); look at it: "
         f"diloco status --folder {folder}"
     )

@@ -19,7 +19,7 @@ def place_anew(files: ClusterFolder, settings: Settings) -> str:
     `placing-anew`, beside the old ones. The old ones move into `placing-anew/before`; then the new ones move out,
     shard-0 first. So as long as shard-0 is inside, the old ones count.
 
-    The folder must be owned and settled. Raises BadCheckpoint and the like, and OSError; nothing has changed then.
+    The folder must be owned and settled. Raises BadCheckpoint and the like, and OSError; then nothing has changed.
     """
     from diloco_deploy.checkpoint.folders import place, restore  # these import torch
     from diloco_deploy.checkpoint.sources import open_whole
@@ -34,7 +34,7 @@ def place_anew(files: ClusterFolder, settings: Settings) -> str:
     kept = _finish(files)
     count = f"{len(old)} -> {settings.cluster.shards} shards"
     where = " and ".join(str(path) for path in kept)
-    return f"{count}; the folders of before are in {where}: delete them once all is well"
+    return f"{count}; the earlier folders are in {where}: delete them once all is well"
 
 
 def settle(files: ClusterFolder) -> None:

@@ -1,9 +1,9 @@
 """One shard or worker on Ray, from the actor's side: a process on its node, restarted if it dies.
 
-Does not use Ray. If the actor's process or its node dies, Ray recreates the actor elsewhere: the member's next life.
-Its former process may still be alive, if only Ray's daemon died. A shard waits until that process has released the
-folder; a worker joins with a new generation, which fences it off. So each life has its own log, address file and
-history. The address file that others read is written once the process is up.
+Does not import Ray. If the actor's process or its node dies, Ray recreates the actor elsewhere: the member's next
+life. Its former process may still be alive, if only Ray's daemon died. A shard waits until that process has released
+the folder; a worker joins with a new generation, which fences that process off. So each life has its own log, address
+file and history. The address file that others read is written once the process is up.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class OnRay:
         found = self._supervisor.endpoints(self._plan.name)
         if found is not None and not self._is_known:
             write_json(self._files.run / f"{self._plan.name}.json", asdict(found))
-            self._is_known = True  # only now: writing may fail once
+            self._is_known = True  # set only now, since the write may fail
             events.append(f"{self._plan.name} is up on {self._host}")
         return Look(self._host, self._life, found is not None, self._over, self._exit_code, tuple(events))
 
@@ -130,7 +130,7 @@ class OnRay:
         return flags(files, self._own / "address.json", given)
 
     def _certificate(self) -> Path:
-        """The certificate, renewed if it expires soon. A shard's names this node."""
+        """The certificate, renewed if it expires soon. A shard's certificate names this node."""
         authority = open_authority(self._files.certs)
         who, hosts = (f"shard/{self._plan.index}", [self._host]) if self._plan.role == "shard" else (
             f"learner/{self._plan.name}", [])  # fmt: skip

@@ -70,7 +70,7 @@ class _RayRun:
         self._asked: dict[Any, str] = {}  # pending call of `look` -> member
         self._next_look: dict[str, float] = {}
         self._looks: dict[str, Look] = {}
-        self._heard_of: set[str] = set()  # since the workers ended
+        self._heard_of: set[str] = set()  # members that answered since the workers ended
         self._failed: dict[str, str] = {}  # member whose last look failed -> why
         self._say_at = 0.0
         self._began = time.monotonic()
@@ -150,7 +150,7 @@ class _RayRun:
         """Over once one worker has ended, since the budget is reached then. Dead workers need not return."""
         over = {name: self._looks[name].over for name in workers if name in self._looks}
         if all(over.get(name) in (Action.FAIL, Action.LOST) for name in workers):
-            raise DilocoError("all workers have failed; their last words are above")
+            raise DilocoError("all workers have failed; their last messages are above")
         here = [name for name in workers if name in self._looks and self._looks[name].is_up]
         return Action.ENDED in over.values() and not here
 
@@ -204,7 +204,7 @@ class _RayRun:
     def _heard(self, name: str, found: Look) -> None:
         before = self._looks.get(name)
         if before is not None and before.life != found.life:
-            _say(f"{name}: its node or its actor died; Ray has made it again on {found.host} (life {found.life})")
+            _say(f"{name}: its node or its actor died; Ray has recreated it on {found.host} (life {found.life})")
         for event in found.events:
             _say(event)
         self._looks[name] = found
@@ -212,7 +212,7 @@ class _RayRun:
         ended = {Action.ENDED: "ended", Action.FAIL: "lost", Action.LOST: "lost"}
         self._note(name, "up" if found.is_up else ended[found.over] if found.over else "starting", found)
         if found.over is Action.FAIL and name.startswith("shard"):
-            raise DilocoError(f"{name} failed with exit code {found.exit_code}, so a part of the model is away")
+            raise DilocoError(f"{name} failed with exit code {found.exit_code}, so a part of the model is unavailable")
 
     def _note(self, name: str, process: str, found: Look | None = None) -> None:
         """Record a member's state for `diloco status`, if it changed."""
@@ -253,7 +253,7 @@ class _RayRun:
                 self._look_after_all("shard")  # the evaluation reads the model from them
                 self._interrupts.wait(LOOK_S)
         finally:
-            child.terminate()  # unless it has ended
+            child.terminate()  # in case it still runs
             code = child.wait()
         if self._interrupts.count:
             return EXIT_INTERRUPTED

@@ -33,7 +33,7 @@ Kind = Literal["shard", "worker", "job"]
 
 
 class Action(enum.Enum):
-    ENDED = "ended"  # it did its work
+    ENDED = "ended"  # it finished its work
     AGAIN = "again"  # start it again after a while
     LOST = "lost"  # go on without it
     FAIL = "fail"  # the cluster cannot go on
@@ -111,7 +111,7 @@ class Exit:
 
 
 class Supervisor:
-    """The child processes of one command. Call it from the main thread: the kernel ends a child with its thread."""
+    """The child processes of one command. Call it from the main thread: a child is killed when its thread ends."""
 
     def __init__(self) -> None:
         self._children: dict[str, _Child] = {}
@@ -303,11 +303,11 @@ class Interrupts:
 
 
 LOOKS_WITHIN_S = 2 * ASK_S
-"""A longer pause between looks does not count."""
+"""A longer pause between looks does not count as silence."""
 
 
 class Hanging:
-    """Finds processes that hang: they are alive, but do not answer, or report no progress. Pure: times come in.
+    """Finds processes that hang: they are alive, but do not answer, or report no progress. Pure: times are passed in.
 
     Only time in which we looked counts: if this process was stopped, or the machine slept, no process hangs.
     """

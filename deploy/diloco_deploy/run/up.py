@@ -121,7 +121,7 @@ class LocalRun:
             self._train()
             wall_s = time.monotonic() - self._started_at
             self._gather(is_over=True)
-            # Before the evaluation pulls, so the report holds only the traffic of training.
+            # Made before the evaluation pulls, so that the report counts only the traffic of training.
             self._report = self._make_report(wall_s)
             found = self._evaluate()
             self._report |= {key: found.get(key) for key in ("eval_loss_first", "eval_loss_final")} | {
@@ -167,7 +167,7 @@ class LocalRun:
         return bool(self._ended) and left <= self._supervisor.waiting()
 
     def _gather(self, *, is_over: bool) -> None:
-        """Collect the last status of each worker from its file, and of each shard by asking once more.
+        """Collect the last status of each worker from its file, and of each shard by asking again.
 
         `is_over`: ask until the shards say that the run is done, since an answer may be cached for some seconds.
         """
@@ -212,7 +212,7 @@ class LocalRun:
         self._stop(self._shards)
 
     def _stop(self, names: Sequence[str]) -> None:
-        """Let children end by themselves; kill them on a second interrupt."""
+        """Ask children to end; kill those that take too long, or all of them on a second interrupt."""
         started = set(names) & self._supervisor.names()
         for name in self._supervisor.stop(started, END_S, hurry=lambda: self._interrupts.count >= 2):
             self._display.tell(f"{name} did not end by itself and was killed")
@@ -329,7 +329,7 @@ class LocalRun:
         found = self._hanging.look(self._http, now)
         if not found:
             return
-        # They may only be slow on a busy machine: ask them once more, alone.
+        # They may only be slow on a busy machine: ask these alone again.
         answers = fetch_all({name: self._http[name] for name in found}, ASK_S, self._poller.asker)
         for name, why in found.items():
             if not answers.get(name, {"hung": True}).get("hung"):

@@ -1,6 +1,6 @@
 """The identities of a run: its certificate authority, certificates and deny-list.
 
-Here are the authority's records of issued and revoked certificates. Files are written atomically.
+This module keeps the authority's records of issued and revoked certificates. Files are written atomically.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Registry:
             raise ConfigError(
                 f"{text[:80]!a} is neither an identity (learner/a) nor a whole serial; see `diloco certs list`"
             )
-        who = "somebody who was not issued it here"
+        who = "somebody who did not get it here"
         with contextlib.suppress(ConfigError):  # the name is only informative; damaged records must not prevent it
             who = next((one.who for one in self.issued() if one.serial == serial), who)
         return self._deny([Revocation(serial, who, shown(now))])

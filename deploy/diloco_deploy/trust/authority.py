@@ -51,7 +51,7 @@ CA_KEY = "ca.key"
 _BESIDE_THE_KEY = (CA, ISSUED, REVOKED)
 _ELSE = "give another --out, or remove it if nobody needs it"
 CA_DAYS, CERTIFICATE_DAYS = 3650, 90
-"""An authority outlives its run; a certificate that is lost ends within a quarter of a year."""
+"""An authority outlives its run; a lost certificate expires within a quarter of a year."""
 CLOCKS_DIFFER = timedelta(hours=1)
 """A certificate is valid from this long ago, because clocks of other machines may be behind."""
 RENEW_SHARE = 1 / 3
@@ -59,7 +59,7 @@ RENEW_SHARE = 1 / 3
 SERVES = (Scope.SHARD, Scope.MIRROR, Scope.STANDBY)
 """Scopes of processes that others dial."""
 HERE = ("localhost", "127.0.0.1", "::1")
-"""Every shard's certificate is also valid for these, for health checks on its own machine."""
+"""Certificates of processes that others dial are also valid for these, for health checks on their own machine."""
 
 
 class Authority:
@@ -136,11 +136,11 @@ def make_authority(folder: Path, run_id: str, now: datetime) -> bool:
                 f"{folder} holds the authority of run {other!r}, not of {run_id!r}; give another --folder"
             )
         return False
-    # Without a key, no other file of an authority may exist: it would be lost.
+    # Without the key, no other file of an authority may be there: it would be overwritten.
     if found := [name for name in _BESIDE_THE_KEY if os.path.lexists(folder / name)]:
         raise ConfigError(
             f"{folder} holds {', '.join(found)} of an authority, but not its {CA_KEY}; bring that back, give another "
-            "--folder, or remove these files if the authority is no more"
+            "--folder, or remove these files if the authority no longer exists"
         )
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name(

@@ -73,7 +73,7 @@ def issue(
     for subject in subjects:
         into = out or authority.folder / str(subject).replace("/", "-")
         if keep and is_good(into, subject, host or (), authority.registry.revoked(), now):
-            print(f"{into}: {subject} is kept: it is valid for a while")
+            print(f"{into}: {subject} is kept: it is valid long enough")
             continue
         authority.check_free(into, subject)
         _, issued = authority.issue(subject, now, hosts=host or (), days=days, into=into)
@@ -131,11 +131,11 @@ def tend(
     run: Run = "local",
     host: Annotated[
         list[str] | None,
-        Parameter(metavar="NAME|IP", help="of every shard, beside the name of its folder; may be repeated"),
+        Parameter(metavar="NAME|IP", help="name of every shard, besides that of its folder; may be repeated"),
     ] = None,
     lend: Annotated[
         list[str] | None,
-        Parameter(metavar="observer/NAME", help="our group may read its key: it runs as another user; may be repeated"),
+        Parameter(metavar="observer/NAME", help="let our group read its key: it runs as another user; may be repeated"),
     ] = None,
     days: Annotated[Days, _VALID] = CERTIFICATE_DAYS,
     folder: Folder = CERTS,
@@ -187,7 +187,7 @@ token = new_app(
 def share(file: Annotated[Path, Parameter(metavar="FILE", help="written, unless it exists")], /) -> int:
     """Write a random bearer token to a file that only you can read. Keeps an existing file."""
     if not file.is_absolute() and file.parent == Path() and (meant := did_you_mean(file.name, ("issue",))):
-        raise ConfigError(f"there is no command {file}{meant} For a file, take another name")
+        raise ConfigError(f"there is no command {file}{meant} For a file, choose another name")
     print(f"{file}: {'made' if make_bearer_token(file) else 'exists already'}")
     return 0
 

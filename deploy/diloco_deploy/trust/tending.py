@@ -44,7 +44,7 @@ from diloco_deploy.trust.authority import (
 )
 
 RENEW_EVERY_S = 3600.0
-"""How often certificates are looked at. They last for months, and are renewed when a third of that is left."""
+"""How often certificates are checked. They last for months, and are renewed when a third of that is left."""
 OBSERVER = "observer/up"
 
 
@@ -122,7 +122,7 @@ def _names_of_this_machine(listen: str) -> list[str]:
 
 
 AGAIN = timedelta(minutes=1)
-"""An identity gets no second certificate within this time, whatever becomes of the folder: each is recorded."""
+"""An identity gets no second certificate within this time, whatever happens to its folder: each is recorded."""
 LEARNERS_MAX: int = ShardSettings.model_fields["max_learners"].default
 """Maximum number of learners' folders; beyond it, new ones get no certificate."""
 LOOKED_AT_MAX = 4 * LEARNERS_MAX
@@ -168,7 +168,7 @@ class Tending:
 
     @property
     def why_not(self) -> str:
-        """Empty if nothing failed."""
+        """What failed, and why; empty if nothing did."""
         first = next(iter(self._troubles.values()), "")
         return f"{first} (and {len(self._troubles) - 1} more)" if len(self._troubles) > 1 else first
 

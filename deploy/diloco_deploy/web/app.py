@@ -32,7 +32,7 @@ _SESSION = b"diloco live page"
 
 
 class Access:
-    """Decides who may see the page, in one of three ways for every address.
+    """Decides who may see the page, in one of three ways, whatever the viewer's address.
 
     Everyone, if the shards require nothing either; callers with a key, as a cookie or bearer token; or, over TLS,
     callers with the certificate of an observer or admin.
@@ -41,7 +41,7 @@ class Access:
     def __init__(
         self, key: str | None, token: str | None = None, admits: Callable[[bytes | None], bool] | None = None
     ) -> None:
-        """`key`: required from viewers; None: nothing is. `token`: the run's token, accepted as well. `admits`: whether
+        """`key`: required from viewers; None: no key. `token`: the run's token, accepted as well. `admits`: whether
         a certificate suffices."""
         self._key, self._admits = key, admits
         self._words = [word.encode() for word in (key, token) if word]
@@ -63,14 +63,14 @@ class Access:
         return hmac.compare_digest(cookie.encode(), self.session.encode())
 
     def answers_to(self, host: str) -> bool:
-        """Whether we answer to this Host header: to any, if a key is required, as other sites lack its cookie."""
+        """Whether we answer to this Host header: any one, if a key is required, as other sites lack its cookie."""
         return self._key is not None or is_no_name(host)
 
 
 STATIC = Path(__file__).parent / "static"
 COOKIE = "diloco_web"
 ENTER_BYTES_MAX = 4096
-"""Longest key that is read. Strangers may send wrong ones, or none: few are awaited at once, and not for long."""
+"""Longest key that is read. Strangers may send wrong keys, or none: few are awaited at once, and not for long."""
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -188,7 +188,7 @@ class _Strict:
             await send(message)
 
         if not self._access.answers_to(host):
-            words = "Call this page by its number or as localhost, or have it ask for a key (security.token_file).\n"
+            words = "Open this page by IP address or as localhost, or have it ask for a key (security.token_file).\n"
             await PlainTextResponse(words, 421)(scope, receive, send_strictly)
             return
         await self._app(scope, receive, send_strictly)

@@ -33,7 +33,7 @@ def web(
     listen: Annotated[str, Parameter(metavar="HOST:PORT", help="where to serve the page")] = "127.0.0.1:7171",
     tls: Annotated[
         Path | None,
-        Parameter(metavar="FOLDER", help="shards serve over TLS: folder of an observer's or admin's certificate"),
+        Parameter(metavar="FOLDER", help="if shards use TLS: folder of an observer's or admin's certificate"),
     ] = None,
     token_file: Annotated[
         str | None, Parameter(metavar="FILE", help="the shared secret of the run; viewers need it too")

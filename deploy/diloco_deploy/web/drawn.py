@@ -100,7 +100,7 @@ class DrawnRounds:
     """Rounds, bounded in number and age; the oldest are dropped."""
 
     def __init__(self) -> None:
-        self._rounds: OrderedDict[tuple[str, int, int, int], DrawnRound] = OrderedDict()  # by their last change
+        self._rounds: OrderedDict[tuple[str, int, int, int], DrawnRound] = OrderedDict()  # ordered by their last change
 
     def heard(self, seq: int, shard: str, epoch: int, facts: Mapping[str, Any], now: float) -> None:
         """Take a shard's report of a round. Raises KeyError if a fact is missing."""
@@ -177,7 +177,7 @@ class EventLine:
 class Events:
     """The last events, in order of their time, oldest first.
 
-    A shard that was cut off repeats old events; late ones must not displace the newest.
+    A shard that was cut off repeats old events; these must not displace the newest.
     """
 
     def __init__(self) -> None:
@@ -223,7 +223,7 @@ class Events:
         return True
 
     def _together(self, kind: str, code: str, at: float) -> EventLine | None:
-        """What it is shown with: two hundred learners may join at once, and tell one shard after the other."""
+        """The event to show it with: two hundred learners may join at once, and reach one shard after the other."""
         alike = (one for one in reversed(self._events) if (one.kind, one.code) == (kind, code))
         return next((one for one in alike if abs(one.at - at) <= ASK_S), None)
 

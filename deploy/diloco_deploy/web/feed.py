@@ -1,4 +1,4 @@
-"""Turns answers of shards into the page's state, and into its changes since a number.
+"""Turns answers of shards into the page's state, and into its changes since a given number.
 
 Pure: `live_page.py` passes in answers and the time (seconds since 1970), and sends what `since` returns. A member that
 stops answering stays, with the time since then. Nothing is guessed: values that no shard has reported are null.
@@ -51,7 +51,7 @@ class Feed:
     # ------------------------------------------------------------ answers of shards
 
     def expect(self, shards: Iterable[str], learners: Iterable[str] = ()) -> None:
-        """Set the members of the run. Others stay, as away."""
+        """Set the members of the run. Earlier ones stay, as away."""
         for name in shards:
             self._cluster.expect(name, "shard")
         for learner_id in learners:

@@ -89,7 +89,7 @@ def _here(
         parts.append(f"{left} said goodbye")
     title = f"{here} of {known} learners, {answering} of {answering + len(shards_away) + unasked} shards"
     if not parts:
-        return _said("good" if here else "info", title, "Everybody is here." if here else "No learner has come yet.")
+        return _said("good" if here else "info", title, "Everybody is here." if here else "No learner has joined yet.")
     level = "bad" if gone or states["unknown"] else "good" if here == known == states["training"] else "info"
     return _said(level, title, "; ".join(parts) + ".")
 
@@ -99,14 +99,14 @@ def _lost(totals: Mapping[str, Any], shards_away: Sequence[str]) -> dict[str, st
     missed = (totals["missed"].get("ABSENT", 0), refused, totals["missed"].get("FENCED", 0))
     carried = [f"{n:,} {how}" for n, how in zip(missed, ("absent", "refused", "fenced off"), strict=True) if n]
     if lost:
-        words = "Announced versions that a shard came back without; learners go on from what they hold."
+        words = "A shard came back without these announced versions; learners go on from what they hold."
         return _said("bad", f"{lost:,} {'version' if lost == 1 else 'versions'} lost", words)
     if shards_away:
         return _said("info", "Nothing, so far", f"What {some(shards_away)} kept is not known until it answers.")
     if not carried:
         return _said("good", "Nothing lost", "Every announced version is there.")
     words = "Every announced version is there. Contributions that missed their round: "
-    return _said("good", "Nothing lost", words + ", ".join(carried) + "; learners that live carry that work on.")
+    return _said("good", "Nothing lost", words + ", ".join(carried) + "; live learners carry that work on.")
 
 
 def _here_count(states: Counter[str]) -> int:

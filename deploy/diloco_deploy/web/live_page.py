@@ -1,6 +1,6 @@
 """A live page: asks the shards, keeps their answers, and serves them, in one event loop.
 
-The members to ask, and the credentials, are read again repeatedly.
+The members to ask and the credentials are re-read repeatedly.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class PageCredentials:
 
 
 def door_of(certificate: Path, revoked: Path | None) -> TlsDoor:
-    """Serve with the certificate in a folder; its ca.pem proves observers and admins.
+    """Serve with the certificate in a folder; its ca.pem verifies observers and admins.
 
     `revoked`: a deny-list instead of the one in the folder. Raises ConfigError, SecretExposed.
     """
@@ -193,7 +193,7 @@ class LivePage:
                 self._look()
             except Exception:  # the page continues with what it has
                 if not has_failed:
-                    _log.exception("the page could not take a look; this is said once")
+                    _log.exception("the page could not be updated; this is logged once")
                 has_failed = True
             self._messages.clear()
             changed, self._changed = self._changed, asyncio.Event()

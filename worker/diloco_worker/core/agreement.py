@@ -1,6 +1,6 @@
 """Whether the shards form one run, and when their refusals or diverging values end a learner.
 
-Each shard must agree with the first one that joined. A shard that does not counts as away, and the others go on.
+Each shard must agree with the first one that joined. A shard that disagrees counts as away, and the others go on.
 `Agreement` and `Objections` belong to the network thread; `Shards` and `Diverging` to the training thread, which hears
 only from shards that agree.
 """
@@ -35,7 +35,7 @@ class Agreement:
         self._index_of: dict[str, int] = {}  # address -> shard index; never changes
 
     def take(self, joined: Joined) -> None:
-        """A shard gave a lease: accept what it says of the run and itself, or raise and change nothing.
+        """A shard gave a lease: accept what it says about the run and itself, or raise and change nothing.
 
         Raises ConfigError if the addresses are not those of one run, or versions are made by other rules;
         ManifestMismatch if it cuts the model differently or claims fragments of others; UnknownEncoding.
@@ -133,10 +133,10 @@ class Shards:
 
 
 class Objections:
-    """Objections of shards against this learner. A majority of all shards ends it, so an only shard can do it alone.
+    """Objections of shards against this learner. A majority of all shards ends it; if there is one shard, it suffices.
 
     `Superseded` is counted separately: the other process with this id joins every shard that it reaches, so each shard
-    reports it. All other objections mean a wrong start. While no shard has spoken with this learner yet, an address at
+    reports it. All other objections mean a wrong start. While no shard has accepted this learner yet, an address at
     which nobody listens has no vote on those, since the address itself may be wrong.
     """
 
@@ -165,8 +165,8 @@ class Diverging:
     """Decides when a learner whose values are NaN or infinite restarts from the global values, and when it gives up.
 
     Versions are added to such values and cannot repair them, and the optimizer's moments are mostly not finite either,
-    so the process would train in vain without anybody noticing. NaN reaches all fragments within a step. A single one
-    of several shards that reports it is not believed.
+    so the process would train in vain without anybody noticing. NaN reaches all fragments within a step. If only
+    one of several shards reports it, it is not believed.
     """
 
     def __init__(self, num_shards: int) -> None:

@@ -15,8 +15,8 @@ None of this depends on values, or learners that join at different times would n
 with values that cannot be sent (a mask of infinities), or with elements that share memory, is refused by name.
 
 A buffer is looked up at each read and write, since some modules replace theirs. A version overwrites it, even if
-learners carry, because nobody knows which part of a buffer is progress. Two kinds are taken from versions only at the
-begin and the end of training:
+learners carry work, because nobody knows which part of a buffer is progress. Two kinds are taken from versions only
+at the beginning and the end of training:
 
 - Statistics of layers such as BatchNorm, which training does not read. The pooled variance is that of all data only if
   each learner contributes its own statistics. Were versions written into them, their mean would hide how far apart they

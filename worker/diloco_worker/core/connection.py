@@ -271,7 +271,7 @@ class Redial:
     is_lease_over: bool
     """Whether to join; otherwise attend under the current lease."""
     is_news: bool
-    """Whether to log it: the first time, and then now and then."""
+    """Whether to log it: the first time, and then occasionally."""
     why: str
     is_objection: bool = False
     """Whether this shard would refuse every further try."""
@@ -281,11 +281,11 @@ class Dialing:
     """The attempts of one learner to reach one shard. Time is passed in, in seconds."""
 
     def __init__(self) -> None:
-        self._attempt = 0  # attempts since a connection was good
+        self._attempt = 0  # attempts since the last good connection
         self._silent_s = 0.0  # waited since the last log line
         self._was_up = False
         self.refused_since: float | None = None
-        """Time since when nobody listens there; None: somebody does, or it is not known."""
+        """The time since which nobody has listened there; None: somebody does, or it is not known."""
         self._began = 0.0
         self._had_lease = False
         self._same_since = 0.0
@@ -300,7 +300,7 @@ class Dialing:
         self._was_up, self.refused_since, self._same = True, None, None
 
     def ended(self, error: DilocoError | None, now: float, jitter: float) -> Redial:
-        """The attempt, or the connection that came of it, ended. `error` is None if the shard ended the stream.
+        """The attempt, or the connection that it made, ended. `error` is None if the shard ended the stream.
 
         `jitter` is drawn uniformly from [0, 1).
         """
@@ -313,7 +313,7 @@ class Dialing:
             why = f"{error} [{error.code}]"
         stays = self._is_here_to_stay(error, now) or (is_for_good and not self._was_up)  # wrong from the start
         is_objection = stays or isinstance(error, ALWAYS) or type(error) is DilocoError
-        # Without the waits for a silent shard: it has ended the lease, or the connection lasted.
+        # Do not back off as for a silent shard: this one has ended the lease, or the connection lasted.
         if (isinstance(error, JOIN_AGAIN) and self._had_lease) or now - self._began > SETTLE_S:
             self._attempt, self._silent_s = 0, 0.0
         is_news = self._attempt == 0 or self._silent_s >= SAY_EVERY_S

@@ -133,7 +133,7 @@ def find_copies(masters: Masters, chosen: SharedSet) -> FindCopies:
 
 
 def is_schedule_free(optimizer: Any) -> bool:
-    """Recognized by a key that the published ones set. Their y follows z by 1/t, too slowly for undone.py to notice."""
+    """Whether it has a key that published ones set. Their y follows z by 1/t, too slowly for undone.py to notice."""
     return any("train_mode" in group for group in optimizer.param_groups)
 
 
@@ -192,7 +192,7 @@ def _of_groups(optimizer: Any, parameter: Tensor) -> list[Tensor]:
 
 
 def _check_known(optimizer: Any) -> None:
-    """Raises WrongCall if this optimizer's state has copies of no parameter under a known name."""
+    """Raises WrongCall if this optimizer's state has no copy of any parameter under a known name."""
     if getattr(optimizer, "param_groups_master", None) or any(map(_of_state, optimizer.state.values())):
         return
     keys = sorted({str(key) for state in optimizer.state.values() if isinstance(state, Mapping) for key in state})

@@ -7,8 +7,8 @@ pulled, which push was answered, the time) affect a decision only as a word.
     The leader passes on what shards tell it: joined, asked, announced, stopped, the state of the run.
     Every rank reports on its own part: a version is ready or gone; a push was refused; the rank cannot go on.
 
-Versions are pulled by name, one per fragment at a time. All ranks apply a version at the boundary at which all have
-read that all have it. Fragments do not wait for each other. If one rank cannot get the version, all drop it.
+Versions are pulled by name, one per fragment at a time. All ranks apply a version at the boundary at which all of
+them know that all have it. Fragments do not wait for each other. If one rank cannot get the version, all drop it.
 
 A frame has room for a few dozen words. While words wait for the next frame, a newer word replaces an older one about
 the same fragment, so an island with many fragments only misses words that are out of date.
@@ -187,7 +187,7 @@ class CouncilLog:
                     self._say(Ready.of(event))
                 # Otherwise it was dropped, or the leader has it before all ranks have heard its announcement.
             case Answered() if event.answer.outcome in (Outcome.ACCEPTED, Outcome.DUPLICATE):
-                return  # only a version tells that all parts have arrived
+                return  # only a version shows that all parts have arrived
             case _:
                 self._say(event)
 

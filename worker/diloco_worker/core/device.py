@@ -1,7 +1,7 @@
 """Synchronization between threads and the streams of any accelerator: CUDA, ROCm, XPU, NPU, MPS.
 
-torch 2.6 and later need no device name (`torch.accelerator`, `torch.Stream`); before, each kind has its own module
-(`torch.cuda`, `torch.xpu`). Only this file knows the difference.
+torch 2.6 and later need no device name (`torch.accelerator`, `torch.Stream`); in earlier versions, each kind has its
+own module (`torch.cuda`, `torch.xpu`). Only this file knows the difference.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def queued_until(values: Tensor) -> Callable[[], None] | None:
 
 
 def used_here(values: Tensor) -> None:
-    """Keep the memory of values that another thread allocated, perhaps for another stream, until this one is done."""
+    """Keep the memory of values that another thread allocated, perhaps for another stream, until ours is done."""
     if is_accelerator(values.device):
         values.record_stream(_stream(values.device))
 

@@ -75,8 +75,8 @@ class Arrived:
     """Computed ahead, to apply the version."""
     forgotten_version: int = 0
     sent: int = 0
-    """Between ranks: tokens of the contribution of which this rank had sent its part, all finite, before it saw this
-    version (0: none). When applied: of which all ranks had sent theirs. No version can hold any other contribution."""
+    """Between ranks: tokens of the contribution whose part, all finite, this rank had sent before it saw this version
+    (0: none). When applied: of the one whose parts all ranks had sent. No version can hold any other contribution."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +114,8 @@ _Subject = int | str | tuple[int, int, int]
 class EventQueue:
     """Holds only the newest event of each kind per fragment or shard, so it is bounded however slow the reader is.
 
-    Answers are kept per contribution: one to an earlier contribution may follow a refusal, which is said only once.
-    There are at most as many as the reader has started pushes.
+    Answers are kept per contribution: an answer about an earlier one may follow a refusal, which is given only once.
+    There are at most as many answers as the reader has started pushes.
     """
 
     def __init__(self) -> None:
@@ -214,11 +214,11 @@ class VersionApplied:
     """The contribution whose fate this version decides."""
     fate: Fate | None
     since: int
-    """The learner's token count at which the work begins that no version holds, as far as it knows."""
+    """The learner's token count from which on its work is in no version, as far as it knows."""
     seconds: float
     cpu_seconds: float
     replaced: object
-    """Freed with the act in the network thread: giving back so much memory can take longer than applying a version."""
+    """Freed with the act, in the network thread: freeing so much memory can take longer than applying a version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +228,7 @@ class WorkCarried:
 
 @dataclass(frozen=True, slots=True)
 class StepEnded:
-    """An inner step ended; with its cost for the training loop."""
+    """An inner step ended. Includes its cost for the training loop."""
 
     progress: Progress
     tokens: int

@@ -58,7 +58,7 @@ class Pushes:
         return True
 
     def sending_values(self) -> None:
-        """Values are about to be sent. A message that they are not finite sends none, and no version can hold it."""
+        """Values are about to be sent. A message that they are not finite sends none, so no version can hold them."""
         self.may_have_arrived = True
 
     def ended(self, lease: Lease, answer: PushAnswer | None) -> None:
@@ -125,7 +125,7 @@ class LearnerFragment:
         self.tensors = tensors
         self.version = 0
         """Version of the anchor; comparable only within `epoch`, in which it was made."""
-        self.epoch = -1  # not made by a shard
+        self.epoch = -1  # -1: not made by a shard
         self.contribution: PendingContribution | None = None
         self.asked: AskedRound | None = None
         """The latest round that asked for this fragment and was not answered yet."""

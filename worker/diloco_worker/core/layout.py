@@ -45,7 +45,7 @@ def overlaps_itself(tensor: Tensor) -> bool:
     reach = 0
     for stride, size in dims:
         if stride <= reach:
-            return True  # or nearly: interleaved strides are included, which nobody uses
+            return True  # or they are interleaved, which nobody uses
         reach += stride * (size - 1)
     return False
 

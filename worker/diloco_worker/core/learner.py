@@ -1,6 +1,6 @@
 """The learner's decisions at a step boundary. Owned by the training thread.
 
-The shell passes in what came from the shards (`collect`, `answered`, `arrived`, `rejoined`), and encodes and sends what
+The shell passes in the messages of shards (`collect`, `answered`, `arrived`, `rejoined`), and encodes and sends what
 `contribute` returns. Versions are applied between two steps. Nothing here waits.
 """
 
@@ -47,7 +47,7 @@ class LearnerCore:
         self.of_model = [f for f in self.fragments.values() if f.fragment.traits.is_of_model]
         """Fragments that count for the run's progress."""
         self.exported = [f for f in self.fragments.values() if f.fragment.traits.is_exported]
-        """Fragments in a file of the model: with buffers."""
+        """Fragments that a file of the model contains, including buffers."""
 
     @property
     def unmerged(self) -> int:
@@ -102,8 +102,8 @@ class LearnerCore:
             fragment.asked = AskedRound(directive.round, epoch, directive.epoch)
 
     def answered(self, fragment_id: int, round_number: int, answer: PushAnswer, tokens: int = 0) -> None:
-        """The outcome of a push (of a contribution with `tokens` tokens, if not 0). LATE and REJECTED tell that it was
-        not merged; only a version tells that it was."""
+        """The outcome of a push (of a contribution with `tokens` tokens, if not 0). LATE and REJECTED show that it was
+        not merged; only a version shows that it was."""
         fragment = self.fragments[fragment_id]
         contribution = fragment.contribution
         if contribution is None or contribution.round != round_number or tokens not in (0, contribution.tokens):
@@ -138,13 +138,13 @@ class LearnerCore:
         return applied
 
     def begin_without(self) -> None:
-        """Train from the model's own values where no version has come because the shard is away."""
+        """Train from the model's own values where no version has arrived because the shard is away."""
         for fragment in self.fragments.values():
             if not fragment.is_adopted:
                 fragment.begin_with_own(self.tokens, self.inner_step)
 
     def rejoined(self, statuses: Sequence[FragmentStatus], epoch: int) -> None:
-        """A shard in that epoch answered Join. Contributions in no version of an earlier epoch are to be sent again."""
+        """A shard in that epoch answered Join. Carry earlier epochs' contributions that no version holds."""
         for status in statuses:
             fragment = self.fragments[status.fragment_id]
             contribution = fragment.contribution

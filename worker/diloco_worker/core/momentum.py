@@ -5,7 +5,7 @@ is created here before that, exactly as the optimizer would: zeros, at step 0. F
 between two steps, the learner change it in place. `check` notices if other tensors replace it, as `load_state_dict`
 does. An inner step forgets part of the momentum, so a version that arrives late is scaled by what would be left of it.
 
-Adam and AdamW divide it by the root of their second moment, which stays local. If the gradients are one's own, then
+Adam and AdamW divide it by the root of their second moment, which stays local. If all gradients are its own, then
 
     |exp_avg| <= (1 - beta1) / sqrt((1 - beta2) (1 - beta1^2 / beta2)) sqrt(exp_avg_sq)
 
@@ -36,8 +36,8 @@ from diloco_worker.core.parameters import Parameters
 from diloco_worker.core.shared_set import SharedSet
 
 MOST_OF_OWN = 3.0
-"""Largest growth of the norm by one version, for momentum that no second moment divides. The mean of such momenta is no
-longer than the longest, and 24 inner steps keep 0.29 of it at mu = 0.95, so lies in successive versions do not grow."""
+"""Largest growth of the norm by one version, for momentum that no second moment divides. Their mean is no longer than
+the longest, and 24 inner steps keep 0.29 of it at mu = 0.95, so the harm by liars does not grow over the versions."""
 
 
 class MomentumUse(NamedTuple):
@@ -76,7 +76,7 @@ class Momenta(Parameters):
 
     @contextmanager
     def _bounded(self, fragment: Fragment) -> Iterator[None]:
-        """Inside, others change the values; afterwards they are limited.
+        """Inside, values from other learners are added or written; afterwards they are limited.
 
         Where this learner has seen no gradient yet (a row of an embedding) the second moment is zero, and the optimizer
         would divide the momentum of others by its eps. Without a second moment, a single liar could make the momentum
@@ -178,7 +178,7 @@ class Companions:
                 )
 
     def _is_as_it_was(self) -> bool:
-        """A quick check in C, since it runs at every step. `check` examines what fails it."""
+        """A quick check in C, since it runs at every step. If it fails, `check` looks closer."""
         for optimizer, state, values in self._states:
             if optimizer.state is not state or len(state) < len(values):
                 return False
@@ -238,7 +238,7 @@ def _pace(group: dict[str, Any]) -> MomentumUse:
 def _kind(optimizer: Optimizer, group: dict[str, Any]) -> Momentum:
     """The kind of a group's momentum. With nesterov, Muon and SGD step differently, but keep the same momentum.
 
-    A user's own optimizer can tell it by a method `kind_of_momentum(group)`. Raises UnsupportedModel for an unknown
+    A user's own optimizer can report it by a method `kind_of_momentum(group)`. Raises UnsupportedModel for an unknown
     optimizer.
     """
     if says := getattr(optimizer, "kind_of_momentum", None):

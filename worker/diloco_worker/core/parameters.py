@@ -104,7 +104,7 @@ class Parameters:
         return 1.0
 
     def _bounded(self, fragment: Fragment) -> AbstractContextManager[None]:
-        """Inside this `with`, others change the values."""
+        """Inside this `with`, values from other learners are added or written."""
         return nullcontext()
 
 

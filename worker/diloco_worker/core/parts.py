@@ -1,4 +1,4 @@
-"""The part of a fragment that one process holds, and the part that it pushes. A process alone holds and pushes all.
+"""The part of a fragment that one process holds, and the part that it pushes. A lone process holds and pushes all.
 
     held    the elements in the rank's own tensors: all of them under DDP, rows of each tensor under FSDP2
     own     the elements that the rank pushes: ranks that hold the same elements split them in whole blocks
@@ -55,7 +55,7 @@ class LocalFragment(Fragment):
     own: slice
     """The slice of the held elements that this rank pushes."""
     own_ranges: tuple[Range, ...]
-    """The same as ranges of the fragment."""
+    """The same elements as ranges of the fragment."""
     part: int
     num_parts: int
 
@@ -144,7 +144,7 @@ def local_fragment(
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """By attribute: importing the type takes seconds."""
+    """Checks an attribute, since importing the type takes seconds."""
     return hasattr(tensor, "full_tensor")
 
 

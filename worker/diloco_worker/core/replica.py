@@ -30,7 +30,7 @@ NONE: Mapping[str, Companion] = MappingProxyType({})
 
 
 class Replica:
-    """Everything of its model that one learner shares, with the companions."""
+    """Everything that one learner shares of its model, and the companions."""
 
     def __init__(
         self, model: nn.Module | SharedSet, mean_merge: Collection[str] | None = None,
@@ -196,7 +196,7 @@ def _check(name: str, parameter: Tensor) -> None:
             f"{name} is {parameter.dtype}; trainable parameters must be float32, bfloat16 or float16"
         )
     if parameter.is_meta:
-        raise UnsupportedModel(f"{name} is on the meta device; materialise the model before joining")
+        raise UnsupportedModel(f"{name} is on the meta device; materialize the model before joining")
     if layout.overlaps_itself(parameter):
         raise UnsupportedModel(
             f"{name} has elements that share memory, as after expand: make a tensor of its own before joining, by "

@@ -73,7 +73,7 @@ class SharedSet:
 
     def saved(self) -> list[tuple[str, str]]:
         """Where the model's state_dict differs from what is shared: (key, tensor's name); (key, "") if it is not
-        shared, which come first; ("", name) for a name that is no key."""
+        shared, these first; ("", name) for a name that is no key."""
         shared: dict[str, Tensor] = {**self.shared, **{n: buffer.tensor for n, buffer in self.buffers.shared.items()}}
         of = {names.identity(tensor): name for name, tensor in shared.items()}
         keys = {
@@ -152,7 +152,7 @@ def embeddings_and_heads(model: nn.Module) -> set[int]:
 
 
 def _answers(modules: Sequence[nn.Module], question: str) -> Iterator[nn.Module]:
-    """The answers of models that can tell, as those of Hugging Face can."""
+    """The answers of modules that have this method, as models of Hugging Face do."""
     for module in modules:
         ask = getattr(module, question, None)
         if not callable(ask):
@@ -183,7 +183,7 @@ def _by_size(modules: Sequence[nn.Module]) -> Iterator[nn.Module]:
     """The only linear layer with as many outputs as the largest vocabulary has words.
 
     Smaller embeddings are of positions, types and the like, and may equal a hidden size. Nothing if a linear layer also
-    reads that many features: then it is a hidden size as well.
+    reads that many features: then this number is a hidden size as well.
     """
     vocabulary = max((m.num_embeddings for m in modules if isinstance(m, nn.Embedding)), default=0)
     layers = [m for m in modules if isinstance(m, nn.Linear)]

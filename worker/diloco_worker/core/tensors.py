@@ -10,7 +10,7 @@ If the contribution is merged, the loss is the next residual. If not, the residu
 A 16-bit model rounds a float32 version that is added to it. The anchor stays exact, because changes build on it. But
 progress is counted from the rounded values, since rounding was not trained.
 
-A bfloat16 snapshot is slightly off, and nothing is lost: the contribution counts as what its snapshot says,
+A bfloat16 snapshot is slightly off, but nothing is lost: the contribution counts as what its snapshot says,
 and the rest stays in the local progress for the next one.
 
 Fragments without `Traits.feeds_back` have no residual: error feedback would send the error twice.
@@ -67,7 +67,7 @@ class ContributionTensors:
         self.residual = residual
         """Added to the snapshot when it is encoded."""
         self.snapshot = snapshot
-        """On an accelerator it may still be on its way."""
+        """On an accelerator, computing it may still be queued."""
         self.loss: Tensor | None = None
         """Set by `encode` if it is fed back; in host memory if the learner keeps residuals there."""
         self.payload: Payload | None = None

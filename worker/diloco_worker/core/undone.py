@@ -6,10 +6,10 @@ untrained. Such copies must get versions, too (`join(masters=...)`).
 
 Some elements of an applied version are watched over the next inner steps. With d, the change of these elements by the
 version, and s, their change by one step, that step has taken back the share  -<s, d> / <d, d>  of the version: 1 for
-masters, 0.5 for Lookahead. It has undone the version if the share is at least `SHARE`, and in length at least
-`STANDS_OUT` of the usual step: training that oscillates does so evenly. Only `IN_A_ROW` such versions in succession are
+masters, 0.5 for Lookahead. It has undone the version if the share is at least `SHARE`, and at least `STANDS_OUT` times
+the length of the usual step: training that oscillates does so evenly. Only `IN_A_ROW` such versions in succession are
 reported. Even this is a guess: a loop that keeps its parameters in a set takes back the part of a version that lies
-outside. So it is logged and counted, and ends nothing. Measured: 36 of 36 trials with such an optimizer were found, and
+outside. So it is logged and counted, but ends nothing. Measured: 36 of 36 trials with such an optimizer were found, and
 none of 80 others.
 
 Nothing waits for a device: the shares are read once they are on the CPU, a step or more later.
@@ -98,7 +98,7 @@ class Laid:
 
     def _count(self, watched: Watched) -> None:
         shares, lengths = watched.taken_back.tolist()
-        if math.isnan(shares[0]):  # the version changed none of the elements, as where a word is not used
+        if math.isnan(shares[0]):  # the version changed none of the elements, such as the row of an unused word
             return
         gone = is_undone(shares, lengths)
         self._in_a_row = self._in_a_row + 1 if gone else 0
@@ -116,13 +116,13 @@ class Laid:
     def _end(self) -> None:
         """End the watch, and send what its steps took back to the CPU."""
         seen, self._seen = self._seen, []
-        if len(seen) - 2 > STEPS // 4:  # too few tell nothing
+        if len(seen) - 2 > STEPS // 4:  # fewer steps prove nothing
             told = device.on_its_way(taken_back(torch.stack(seen).float()))
             self._coming.append(Watched(self._fragment_id, *told))
         self._fragment_id = -1
 
     def _row_of(self, fragment: Fragment) -> tuple[Tensor, int, int] | None:
-        """A parameter to which a loop gives new storage meanwhile is no longer watched."""
+        """The elements to watch. They are lost from view if the loop gives the parameter new storage meanwhile."""
         piece = max(fragment.pieces, key=lambda piece: piece.num_elements, default=None)
         if piece is None or piece.num_elements < ROW:
             return None

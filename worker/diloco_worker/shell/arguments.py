@@ -1,6 +1,6 @@
 """Checks the arguments of `join` and of a learner's methods before they are used.
 
-It covers values with which Python would go on until something fails elsewhere. Values that others judge (addresses,
+It covers values that Python would accept until something fails elsewhere. Values that other code checks (addresses,
 certificates, names of parameters), and those that Python refuses by itself, are not checked here.
 """
 
@@ -45,7 +45,7 @@ def check_word(argument: str, word: object, known: Collection[str | None]) -> No
 def check_callback(shards: str, options: Mapping[str, object], join: Callable[..., object], instead: str) -> None:
     """Check the arguments of a callback that calls `join` later, when the Trainer has loaded everything. `instead`: why
     it takes no island, and what to do. Raises ConfigError and WrongCall."""
-    known = inspect.signature(join).parameters.keys() - {"shards", "model", "state"}  # which it gives itself
+    known = inspect.signature(join).parameters.keys() - {"shards", "model", "state"}  # it gives these itself
     if unknown := sorted(options.keys() - known):
         hint = did_you_mean(unknown[0], known)
         raise WrongCall(f"DilocoCallback({unknown[0]}=...): it takes options of join, and none of this name{hint}")

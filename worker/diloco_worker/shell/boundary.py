@@ -58,7 +58,7 @@ class Start:
 
 
 class StepBoundary:
-    """Connects one learner's core and its shards with the council that feeds them. All ranks call it alike."""
+    """Connects one learner's core and its shards with the council that feeds them. All ranks make the same calls."""
 
     def __init__(
         self, replica: Replica, addresses: Sequence[str], council: Council, pulse: Callable[[], Pulse], world: World,
@@ -93,7 +93,7 @@ class StepBoundary:
         return self._council.stops(is_asked=self._is_stop_asked)
 
     def ask_stop(self) -> None:
-        """Make `is_stop_asked` true soon. In any thread, and in signal handlers."""
+        """Make `is_stop_asked` true soon. May be called in any thread, and in signal handlers."""
         self._is_stop_asked = True
 
     @property
@@ -106,7 +106,7 @@ class StepBoundary:
         return self._council.leaves(is_asked=self.leave_asked_at is not None)
 
     def ask_leave(self) -> None:
-        """Make `is_leave_asked` true soon. In any thread, and in signal handlers."""
+        """Make `is_leave_asked` true soon. May be called in any thread, and in signal handlers."""
         self.leave_asked_at = self._clock()
 
     def stepped(self, tokens: int) -> None:
@@ -129,7 +129,7 @@ class StepBoundary:
         return acts
 
     def _take_all(self, apply_s: float) -> None:
-        """Stop once applying took `apply_s` seconds. The rest waits: an event may decide about later ones, so none
+        """Apply events until that took `apply_s` seconds. The rest waits: an event may decide about later ones, so none
         overtakes another here."""
         began = self._clock()
         try:

@@ -1,11 +1,10 @@
 """The one thread that encodes and decodes for a learner, with the payloads and versions that are kept.
 
-`ConnectionContext` is what all connections of the learner share: this thread, and what they are made of.
+`ConnectionContext` is what all connections of the learner share: this thread, and the things that they need.
 
 Encoding a contribution is one job; so is decoding a version, with the computation ahead of applying it. Neither the
 training thread nor the event loop waits for a job. A contribution's job starts at the step boundary (`begin`). Its
-payload is kept until its fate is known, and the latest pulled
-version until the next one.
+payload is kept until its fate is known, and the latest pulled version until the next one.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class HeldVersion:
     epoch: int
     version: int
     tokens_merged: int
-    """Tokens merged into it, in whatever epoch of the shard."""
+    """Tokens merged into it, in this epoch of the shard or earlier ones."""
     values: Tensor | None
     """Base of the next change. None: a change to it arrived damaged, so the next pull asks for values."""
 
@@ -69,7 +68,7 @@ class CodecThread:
         self._tokens_seen = tokens_seen
         self._is_closed = False
         self._give_back = world.give_back
-        self._has_encoded_seed = False  # used by the codec thread alone
+        self._has_encoded_seed = False  # used only by the codec thread
 
     def close(self) -> None:
         """End the thread; jobs that have not started are dropped. May be repeated."""
