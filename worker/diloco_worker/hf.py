@@ -6,8 +6,8 @@
     trainer.train()          # until the budget of the run is merged, or max_steps; then the model is the global one
 
 The callback joins once the Trainer has loaded its checkpoint. It gives this learner its own order of the data, reports
-the tokens of each optimizer step, makes the learning rate follow the run, stops at the budget, and loads and saves the global
-model.
+the tokens of each optimizer step, makes the learning rate follow the run, stops at the budget, and loads and saves the
+global model.
 """
 
 from __future__ import annotations

@@ -90,8 +90,8 @@ class Learner(LearnerView):
     def begin(self) -> bool:
         """Apply what has arrived, and return whether training can begin. Call until true; never waits.
 
-        Training can begin once the model holds a version of every fragment; a resumed learner needs only those that it can get.
-        Raises what `step` raises.
+        Training can begin once the model holds a version of every fragment; a resumed learner needs only those that it
+        can get. Raises what `step` raises.
         """
         if self.state == "training":
             return True
@@ -256,7 +256,7 @@ class Learner(LearnerView):
         return self._ending.leave(wait_s)
 
     def hand_over(self, waited_s: float, wait_s: float | None) -> tuple[bool, str]:
-        """After a `poll`, one check of `leave`, for callers that wait themselves: whether to stop, and what is missing."""
+        """After a `poll`, one check of `leave`, for callers that wait themselves: whether to stop; what is missing."""
         return self._ending.hand_over(waited_s, wait_s)
 
     def listen(self) -> None:

@@ -6,8 +6,8 @@
     trainer.fit(module, data)          # until the budget of the run is merged, or max_steps; the model is then global
 
 The callback joins once the Trainer has loaded its checkpoint. It gives this learner its own order of the data, reports
-the tokens of each optimizer step, makes the learning rate follow the run, stops at the budget, and loads and saves the global
-model. The learner's state is in the Trainer's checkpoints.
+the tokens of each optimizer step, makes the learning rate follow the run, stops at the budget, and loads and saves the
+global model. The learner's state is in the Trainer's checkpoints.
 """
 
 from __future__ import annotations

@@ -126,8 +126,8 @@ class ProgressLR(LRScheduler):
 
 
 class Followed:
-    """Makes a user's schedule, a function of the step, follow the run: it gets the step, out of `steps`, that
-    matches the run's progress. The warm-up follows this process's steps, since progress is 0 until something is merged."""
+    """Makes a user's schedule, a function of the step, follow the run: it gets the step, out of `steps`, that matches
+    the run's progress. The warm-up follows this process's steps, since progress is 0 until something is merged."""
 
     def __init__(self, schedule: LambdaLR, learner: RunProgress, steps: int) -> None:
         self._schedule, self._learner, self._steps = schedule, learner, steps

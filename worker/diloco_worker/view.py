@@ -1,4 +1,4 @@
-"""What a learner says of itself: its progress, that of the run, its identity, and the state that outlives its process.
+"""A learner's report about itself: its progress, the run's, its identity, and the state that outlives its process.
 
 All properties may be read in any thread, and never wait. A training loop saves the state in its own checkpoint, beside
 the model and the optimizer.
@@ -22,7 +22,7 @@ from diloco_worker.shell.telemetry import LearnerTelemetry
 
 
 class LearnerView:
-    """The half of `Learner` that tells."""
+    """The half of `Learner` that only reports."""
 
     def __init__(
         self, boundary: StepBoundary, connections: Connections, telemetry: LearnerTelemetry, index: int | None
@@ -131,7 +131,7 @@ class LearnerView:
 
     @property
     def learners_alive(self) -> int:
-        """Learners that hold a lease, including this one, by the last message of the shards."""
+        """Learners that hold a lease, including this one, according to the shards' last message."""
         return self._boundary.pulse.learners_alive
 
     @property
@@ -149,7 +149,7 @@ class LearnerState:
     inner_step: int
     tokens: int
     tokens_merged: int
-    """Tokens merged by the run, as far as known here. If a shard has no values, the highest count seeds it."""
+    """Tokens merged by the run, as far as known here. The learner with the highest count seeds a shard without values."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for torch.save, JSON and the like."""

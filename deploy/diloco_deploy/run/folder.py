@@ -244,9 +244,7 @@ def _remove(folder: Path) -> None:
     """Remove a folder and its contents, but not a volume mounted there. Raises ConfigError for a link, and OSError."""
     if folder.is_symlink():
         if any(folder.iterdir()):
-            raise ConfigError(
-                f"{folder} is a link, and its target is not deleted: empty it by hand, and start again"
-            )
+            raise ConfigError(f"{folder} is a link, and its target is not deleted: empty it by hand, and start again")
         return
     for path in folder.iterdir():
         if path.name == "lost+found":  # belongs to root, in a volume's file system

@@ -46,7 +46,7 @@ GOODBYE_S = 2 * HURRY_S
 
 
 class Connection:
-    """Everything that a learner keeps with one shard."""
+    """One learner's connection to one shard, with its pushes and pulls."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class Connection:
         self._has_progress.set()
 
     def ask_last_rounds(self, fragment_ids: frozenset[int]) -> None:
-        """Tell the shard soon that the learner leaves, and for which of these fragments it asks a round."""
+        """Tell the shard soon that the learner leaves, and for which of these fragments it asks for a round."""
         if (mine := fragment_ids & self.state.owned) != self._last_rounds:
             self._last_rounds = mine
             self._has_progress.set()
@@ -235,8 +235,8 @@ class Connection:
         )
 
     async def _ask_for_lease(self) -> JoinAnswer:
-        """Join, a second time if it took long: by the time on the way, this process then seems younger than it is, and
-        its age decides between two processes with the same id."""
+        """Join, and again if that took long: the time on the way makes this process seem younger than it is, and its
+        age decides between two processes with the same id."""
         state, clock = self.state, self._c.world.clock
         for _ in range(2):
             asked = clock()

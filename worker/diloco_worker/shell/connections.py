@@ -57,14 +57,14 @@ class Connections:
 
     @property
     def pulse(self) -> Pulse:
-        """The state of the run, from the shard that is furthest."""
+        """The state of the run: the highest figures of all shards."""
         pulses = [connection.state.pulse for connection in self._connections]
         merged, budget = max(p.tokens_merged for p in pulses), max(p.tokens_budget for p in pulses)
         return Pulse(merged, budget, max(p.learners_alive for p in pulses))
 
     @property
     def index(self) -> int | None:
-        """The learner's number from the first shard that has told it; None: none has."""
+        """The learner's number, from the shard of lowest index that it has joined; None: it has joined none."""
         said = [(c.state.shard_index, c.state.index) for c in self._connections if c.state.shard_index is not None]
         return min(said)[1] if said else None
 

@@ -1,6 +1,6 @@
 """The council of a learner: the processes that decide together what happens at a step boundary.
 
-A single process is a council of one, and decides on what it hears. The ranks of an island train one model in lockstep,
+A single process is a council of one: it decides from what it hears. The ranks of an island train one model in lockstep,
 as DDP and FSDP2 do. Every rank has a whole learner: core, step boundary, codec thread, connections. Ranks differ in the
 part of the model that they hold (core/parts.py), and in who talks to shards: the leader, rank 0, joins and attends; the
 others push and pull under its lease. A rank first shares what it hears with the others, and all feed their cores with
@@ -106,7 +106,7 @@ class Council:
         return is_asked
 
     def agree(self, text: str) -> str:
-        """The leader's text. All ranks call this alike, and wait for it."""
+        """The leader's text. All ranks must call this, and wait for it."""
         return text
 
     async def goodbye(self) -> None:
@@ -125,7 +125,7 @@ class Exchange(Protocol):
         """
 
     def end(self) -> list[bytes] | None:
-        """Like `look`, and then nothing is posted any more."""
+        """Like `look`; afterwards nothing counts as posted."""
 
 
 class IslandCouncil(Council):

@@ -1,4 +1,4 @@
-"""Crosses the step boundaries of a learner, and has their acts carried out by the threads that do so.
+"""Crosses the step boundaries of a learner, and passes their acts to the threads that carry them out.
 
 `StepBoundary` decides what happens. The codec thread encodes, and `Background` runs the connections. Owned by the
 training thread.
@@ -61,7 +61,7 @@ class Crossing:
         self._steps_told = boundary.figures().inner_step
         self._step_ended = 0.0  # set by `begin`
         self._loss = _Loss()
-        self._says_no_tokens = True  # whether every step of this process did
+        self._says_no_tokens = True  # whether every step of this process reported no tokens
 
     @property
     def _core(self) -> LearnerCore:
@@ -152,7 +152,7 @@ class Crossing:
         return True
 
     def _warn_of_no_tokens(self, log: Log) -> None:
-        """Warn once, after some steps, if no step had tokens: none of this work is ever merged then."""
+        """Warn once, after some steps, if no step had tokens: then none of this work is ever merged."""
         if not self._says_no_tokens:
             return
         steps, tokens = self._boundary.trained_here()

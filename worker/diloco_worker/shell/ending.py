@@ -1,6 +1,6 @@
 """The end of a learner: by `finish`, `leave` or SIGTERM; what it waits for, how long, and what it logs meanwhile.
 
-`Ending` owns it. `FinishWait` and `LeaveWait` find what is still missing.
+`Ending` carries it out. `FinishWait` and `LeaveWait` find what is still missing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Finished:
     then means that some was merged."""
     tokens: int
     tokens_unmerged: int
-    """Those of them in no version, averaged over fragments, including work too late for the budget."""
+    """Those of these tokens that are in no version, averaged over fragments, including work too late for the budget."""
     is_global: bool
     """Whether the model now holds the run's values; otherwise it holds the trained ones."""
     why: str
@@ -76,7 +76,7 @@ class Awaited:
         return said[0] == "1", said[1:]
 
     def missing(self) -> Mapping[str, str]:
-        """Address of a shard -> what has not come from it, or reached it, as text."""
+        """Address of a shard -> what has not arrived from it, or has not reached it, as text."""
         raise NotImplementedError
 
     def unmerged(self) -> dict[str, str]:
@@ -111,7 +111,7 @@ class FinishWait(Awaited):
         return super().look(waited_s, wait_s)
 
     def missing(self) -> Mapping[str, str]:
-        """Versions that have not come, and shards that do not tell whether there are any."""
+        """Versions that have not arrived, and shards that do not say whether there are any."""
         core = self._boundary.core
         if core is None:
             return {"": "the model is not cut yet"}
@@ -168,7 +168,7 @@ class LeaveWait(Awaited):
 
 
 class Loop(Protocol):
-    """The learner, as its end needs it."""
+    """The parts of a learner that its end needs."""
 
     def check_end(self) -> None:
         """Raises WrongCall and ModelChanged if it cannot end now."""
@@ -246,7 +246,7 @@ class Ending:
             figures = self._boundary.figures()
             share = 1 - figures.tokens_unmerged / before if before else 1.0
             merged = (
-                f"{share:.0%} of what it alone had is merged, but not {missing}" if missing else "all of it is merged"
+                f"{share:.0%} of its unmerged work is merged, but not {missing}" if missing else "all of it is merged"
             )
             learner_id = self._telemetry.caller.learner_id
             raise as_exit(f"{learner_id} has left the run after {figures.inner_step} steps; {merged}")
@@ -303,11 +303,11 @@ class Ending:
                 tokens_unmerged=lost, why=finished.why,
             )  # fmt: skip
         elif finished.why:
-            log.warning("not everything is of the last version", why=finished.why)
+            log.warning("not everything is from the last version", why=finished.why)
 
 
 class WaitLog:
-    """Logs one wait: soon, and then now and then. Times are seconds of any clock."""
+    """Logs one wait: soon, and then at intervals. Times are seconds of any clock."""
 
     def __init__(self, log: Log, what: str, began: float) -> None:
         self._log = log

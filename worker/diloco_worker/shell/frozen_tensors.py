@@ -1,4 +1,4 @@
-"""The tensors that a model holds fixed, with their checksums: they must be equal in all learners of a run.
+"""The tensors that a model keeps frozen, with their checksums: they must be equal in all learners of a run.
 
 Learners merge what they train. A LoRA on another base, or on the same base in another dtype, fits another model, and
 nobody would notice. So every learner declares these tensors, and the shards compare them:
@@ -70,7 +70,7 @@ def _bytes(chunk: Tensor) -> Any:
     whole = chunk.contiguous().cpu()
     flat = whole.as_strided((whole.numel(),), (1,))  # a single element may have any stride
     data: Any = flat.view(torch.uint8).numpy()
-    data.flags.writeable = False  # google_crc32c takes nothing else
+    data.flags.writeable = False  # google_crc32c accepts only read-only data
     return data
 
 

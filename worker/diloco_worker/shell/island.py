@@ -8,7 +8,7 @@ different order on every rank.
 Without `island=`, the ranks that train one model would join as separate learners. Under some wrappers they would drift
 apart unnoticed; under others they would merge different halves of the model. So they are refused before anything is
 sent: by the model's types or, where these do not tell, because the process is one of several. In an island, wrappers
-that it cannot take apart are refused.
+that this code cannot take apart are refused.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from diloco_worker.shell.council import IslandCouncil
 from diloco_worker.view import LearnerState
 
 _GROUPS = itertools.count()
-"""Counts this process's groups. All ranks join alike, so their counts agree."""
+"""Counts this process's groups. All ranks join in the same order, so their counts agree."""
 
 
 def init_island(backend: str | None = None, **options: Any) -> None:
@@ -128,7 +128,7 @@ class IslandGroup:
             raise UnsupportedModel(f"a parameter {error}; {SUPPORTED}") from None
 
     async def goodbye(self) -> None:
-        """Wait until all ranks are here, or a few seconds.
+        """Wait until all ranks are here, but only for a few seconds.
 
         Uses the store, because a gloo barrier, even `monitored_barrier`, waits for rank 0 as long as the group's
         timeout (torch 2.13): a rank that fails alone would not end, and torchrun would not learn of its failure.
@@ -323,7 +323,7 @@ def _rank() -> Rank:
     """The rank by torch.distributed or, before it is initialized, by the launcher's environment variables."""
     group = dist
     if group.is_available() and group.is_initialized():
-        return Rank(group.get_rank(), group.get_world_size(), "a process group is initialised")
+        return Rank(group.get_rank(), group.get_world_size(), "a process group is initialized")
     rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
     if rank.isdecimal() and size.isdecimal():
         return Rank(int(rank), int(size), "RANK and WORLD_SIZE are set, as by torchrun")

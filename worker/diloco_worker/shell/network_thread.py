@@ -64,7 +64,7 @@ class NetworkThread:
     def _wake(self) -> None:
         while acts := self._posted.get():
             self._loop.call_soon_threadsafe(self._connections.perform, acts)
-            del acts  # free them as soon as they are done, not with the next ones
+            del acts  # free them as soon as they are done, not when the next ones arrive
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

@@ -1,10 +1,10 @@
-"""The user's optimizers: whether they train what is shared, and following the steps of one.
+"""The user's optimizers: checks whether they train what is shared, and follows the steps of one.
 
 A target network that requires gradients is in the model but in no optimizer, and merging it would be wrong. A head
 inside the loss is in the optimizer but not in the model, so every learner trains its own. `Compared` names such
 differences, and the line of code that fixes each, when the model joins or in the first steps.
 
-`learner.follow(optimizer, samples=64)` is for loops inside a library, where there is no line to call `step` at. A hook
+`learner.follow(optimizer, samples=64)` is for loops inside a library, where the user cannot call `step`. A hook
 of the optimizer calls `Learner.step` after each of its steps; steps skipped by GradScaler do not count. Such a loop
 does not check `learner.done`, so it continues after the run, and its work is in no version. The log says so once; a
 callback of the library or its number of steps must end the loop.
@@ -32,8 +32,8 @@ class Compared:
     """The check for one learner. Owned by the training thread."""
 
     def __init__(self, chosen: SharedSet | None, optimizer: Any = None) -> None:
-        """`chosen`: what is shared; None: optimizers step on copies, and nothing is compared. `optimizer`: all of this
-        model; None: not known yet. Raises WrongCall and OptimizerDiffers."""
+        """`chosen`: what is shared; None: optimizers step on copies, and nothing is compared. `optimizer`: all those of
+        this model; None: not known yet. Raises WrongCall and OptimizerDiffers."""
         self._chosen = chosen
         self.optimizers: dict[int, Any] = {}
         """Optimizers known to train the model, by id."""
@@ -94,7 +94,7 @@ class Mismatch(NamedTuple):
 
 
 def differences(chosen: SharedSet, optimizers: Iterable[Any], others: Collection[str] = ()) -> Iterator[Mismatch]:
-    """`optimizers`: all of this model. Parameters that are frozen now, or named in `others`, need not be in one."""
+    """`optimizers`: all of this model. Parameters that are frozen now, or named in `others`, need not be in any."""
     known = {id(one): name for name, objects in chosen.objects.items() for one in objects}
     held: dict[int, Tensor] = {}
     for optimizer in optimizers:
@@ -127,7 +127,7 @@ def _patterns(names: Collection[str], others: Collection[str]) -> Iterator[str]:
 def inner_of(optimizers: Iterable[Any]) -> str:
     """ADAM or OTHER, whichever steps on more elements; "" without optimizers.
 
-    By class names: state exists only after a step, and differs from library to library.
+    Decides by class names: state exists only after a step, and differs from library to library.
     """
     elements = {ADAM: 0, OTHER: 0}
     for optimizer in optimizers:

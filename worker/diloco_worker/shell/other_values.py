@@ -46,7 +46,7 @@ class OtherValues:
 
     @contextmanager
     def instead(self, block: str, write: Callable[[], None], also: Sequence[Tensor] = ()) -> Iterator[None]:
-        """The block of that name. `write` writes the values; `also`: other tensors that it changes."""
+        """Run a block of that name. `write` writes the values; `also`: other tensors that it changes."""
         self.check()
         self._check_model()
         with torch.no_grad():

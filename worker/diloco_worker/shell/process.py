@@ -1,4 +1,4 @@
-"""A learner and its process: it lives in one process and one thread at a time, and ends well from outside the loop.
+"""A learner and its process: it lives in one process and one thread at a time, and can be ended from outside the loop.
 
 A forked child has a copy of the learner without its threads and connections. A spawned child may run the user's script
 again, including `join`: a DataLoader with spawned workers does so if the script has no `if __name__ == "__main__":`. An
@@ -15,8 +15,8 @@ over the work of the steps before.
 Ctrl-C: an uncaught `KeyboardInterrupt` would print the whole stack, which does not help the person at the keyboard. We
 raise another error instead, which `except KeyboardInterrupt` still catches. If nobody does, the exit code is 130.
 
-An uncaught error of ours is printed as its message and code on stderr, with the line of the script instead of the
-stack. All other errors keep their tracebacks.
+If an error of ours is not caught, its message and code are printed on stderr, with the line of the script instead of
+the stack. All other errors keep their tracebacks.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Closable(Protocol):
 _first_join: Home | None = None
 _here: list[str] = []
 _learners: WeakValueDictionary[str, Closable] = WeakValueDictionary()
-"""By the names in `_here`."""
+"""Name, as in `_here` -> learner."""
 
 
 def check_may_join(run: str, learner_id: str) -> None:
@@ -266,7 +266,7 @@ def as_one_line(what: str) -> BaseException:
 
 
 def say_in_one_line() -> None:
-    """Print errors of ours in one line, until `say_as_before`. Other errors go to the previous hook."""
+    """Print our own errors in one line, until `say_as_before`. Other errors go to the previous hook."""
     if hasattr(sys.excepthook, "before"):
         return
     before = sys.excepthook

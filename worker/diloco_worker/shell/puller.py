@@ -1,7 +1,7 @@
 """Pulls the versions that a shard announces: one fragment after the other, and only the newest version.
 
-A version comes from a mirror at the learner's site, if there is one. Bytes other than those the shard announced only
-cost time.
+A version comes from a mirror at the learner's site, if there is one. If it sends bytes
+other than those the shard announced, that only costs time.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Puller:
             return
         self._c.telemetry.pulled(payload.header.num_bytes, is_near=found is not None)
         arrived = await codec.decode(header, payload) if held else codec.nothing(header)
-        if state.epoch != epoch:  # from an earlier epoch, which may have lost it: Join did not name it
+        if state.epoch != epoch:  # from an earlier epoch: the shard may have lost it since, as Join did not name it
             return
         if held:
             codec.hold(arrived, header.tokens_merged)

@@ -82,7 +82,7 @@ class Pusher:
         self._failing.clear()
 
     def say_what_fails(self) -> None:
-        """Log pushes that have failed for long, now and then. Call it while the control stream is up."""
+        """Log pushes that have failed for long, at intervals. Call it while the control stream is up."""
         failing, now = self.failing, self._c.world.clock()
         if failing.for_s >= FAILING_S <= now - self._said_at:
             self._said_at = now
@@ -176,7 +176,7 @@ class Pusher:
     async def _push_until_answered(self, header: PushHeader, payload: Payload, lease: Lease) -> PushAnswer | None:
         """Push, repeatedly if it fails. None: the lease is over, so that an answer under it does not count.
 
-        The contribution may still have been accepted. Only a version tells, and a round that still wants it asks again.
+        The contribution may still have been accepted. Only a version shows it, and a round that still wants it asks again.
         """
         telemetry, attempt, began = self._c.telemetry, 0, self._c.world.clock()
         while lease == self._state.lease:
@@ -204,7 +204,7 @@ class Pusher:
         return None
 
     async def _push_once(self, header: PushHeader, payload: Payload, lease: Lease) -> PushAnswer | None:
-        """Try once, in turn. None: the lease was over by then. Raises a Refusal or Unavailable."""
+        """Try once, when it is its turn. None: the lease was over by then. Raises a Refusal or Unavailable."""
         async with self._pushing:
             if lease != self._state.lease:
                 return None

@@ -41,7 +41,7 @@ class LearnerTelemetry:
         self.bytes_pushed = 0
         self.bytes_pulled = 0
         self.bytes_near = 0
-        """Those of `bytes_pulled` from a mirror."""
+        """The part of `bytes_pulled` that came from mirrors."""
         self.caller = caller
         self._clock = clock
         self._history = history
@@ -101,7 +101,7 @@ class LearnerTelemetry:
 
     @property
     def health(self) -> tuple[bool, str]:
-        """Whether the training thread makes progress, and a text on it. Waiting for shards is no hang."""
+        """Whether the training thread makes progress, and a text about it. Waiting for shards is not a hang."""
         idle_s = self._clock() - self._progress_at
         if self.state != "training":
             return True, self.state
@@ -109,7 +109,7 @@ class LearnerTelemetry:
 
     @property
     def step_left_s(self) -> float:
-        """Seconds left of the current step at the usual step time. In any thread, and in signal handlers."""
+        """Seconds left of the current step at the usual step time. May be read in any thread and in signal handlers."""
         return max(0.0, self._progress_at + self._step_time_s - self._clock())
 
     # ------------------------------------------------------------ in the training thread
