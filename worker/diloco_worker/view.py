@@ -149,7 +149,7 @@ class LearnerState:
     inner_step: int
     tokens: int
     tokens_merged: int
-    """Tokens merged by the run, as far as known here. The learner with the highest count seeds a shard without values."""
+    """Tokens merged by the run, as far as known here. The highest count decides who seeds an empty shard."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for torch.save, JSON and the like."""

@@ -176,7 +176,7 @@ class Pusher:
     async def _push_until_answered(self, header: PushHeader, payload: Payload, lease: Lease) -> PushAnswer | None:
         """Push, repeatedly if it fails. None: the lease is over, so that an answer under it does not count.
 
-        The contribution may still have been accepted. Only a version shows it, and a round that still wants it asks again.
+        The contribution may still have been accepted. Only a version shows it; a round that still wants it asks again.
         """
         telemetry, attempt, began = self._c.telemetry, 0, self._c.world.clock()
         while lease == self._state.lease:
