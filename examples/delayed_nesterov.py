@@ -1,4 +1,4 @@
-"""Delayed Nesterov: momentum for rounds of few contributions, which come late. Put this folder on PYTHONPATH, and run:
+"""Delayed Nesterov: momentum for rounds with few, late contributions. Put this folder on PYTHONPATH, and run:
 
 diloco up --set outer.optimizer=delayed_nesterov:DelayedNesterov
 

@@ -3,7 +3,7 @@
 diloco-server --listen 127.0.0.1:50051 --set run.id=trainer --set run.tokens=150_000
 python examples/hf_trainer.py 127.0.0.1:50051 runs/trainer       # as many as you like, each with a folder of its own
 
-In a container of docker-compose.yml the environment sets the run, the certificate, and what to serve (docs/deploy.md).
+In a container of docker-compose.yml the environment has the run, the certificate, and where to serve (docs/deploy.md).
 """
 
 import os

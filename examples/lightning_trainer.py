@@ -1,7 +1,7 @@
 """Lightning's Trainer as a learner: one callback. Needs pip install lightning.
 
 diloco-server --listen 127.0.0.1:50051 --set run.id=spirals --set run.tokens=100_000
-python examples/lightning_trainer.py 127.0.0.1:50051 runs/lightning.ckpt       # as many as you like, each a file
+python examples/lightning_trainer.py 127.0.0.1:50051 runs/lightning.ckpt  # as many as you like, each with its own file
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""A loop that can be killed at any moment, and continues there: its own checkpoint holds the learner's state.
+"""A loop that can be killed at any moment, and continues where it was: its own checkpoint holds the learner's state.
 
 diloco-server --listen 127.0.0.1:50051 --set run.id=spirals --set run.tokens=200_000
 python examples/resume.py 127.0.0.1:50051 runs/resume.pt 200     # as if it were killed after 200 steps

@@ -88,7 +88,7 @@ def _lost(report: Report) -> str:
     """What was lost: never accepted work, only what workers had trained after the last version."""
     rest = report["tokens_dropped"] - _dropped_on_the_way(report)  # together with merged tokens, all that was trained
     if report["tokens"] < report["tokens_merged"]:
-        return "no merged work; workers that started anew do not know how much they had trained before"
+        return "no merged work; restarted workers do not know how much they had trained before"
     if not rest:
         return "nothing"
     share = rest / report["tokens"] if report["tokens"] else 0.0

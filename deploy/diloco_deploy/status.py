@@ -1,4 +1,4 @@
-"""What a running cluster says: its state (`diloco status`), and whose work is in each version (`diloco record`).
+"""Shows the state of a running cluster (`diloco status`), and whose work is in each version (`diloco record`).
 
 `status` asks every process once, with a short deadline. `ClusterStatus` is what its `--json` prints. Fields are only
 ever added. Durations are in seconds; no field is secret. `record` shows the weight of a learner's work in a version,

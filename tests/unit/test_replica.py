@@ -73,7 +73,7 @@ def with_parameter(tensor: torch.Tensor) -> nn.Module:
         (lambda: with_parameter(torch.randn(1, 4).expand(3, 4)), r"w has elements that share memory, .*contiguous"),
         (lambda: with_parameter(torch.randn(4).double()), r"w is torch.float64; .* must be float32, bfloat16"),
         (lambda: with_parameter(torch.zeros(4, dtype=torch.complex64)), r"w is torch.complex64"),
-        (lambda: nn.Linear(2, 2, device="meta"), "on the meta device; materialise"),
+        (lambda: nn.Linear(2, 2, device="meta"), "on the meta device; materialize"),
     ],
     ids=["frozen", "empty", "expanded", "float64", "complex", "meta"],
 )

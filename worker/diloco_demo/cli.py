@@ -90,7 +90,7 @@ def work(
 
 
 def declared_digest(settings: Settings) -> str:
-    """The digest (`run.model`) with which such workers join: of the model, and of its momentum if that is averaged.
+    """The digest (`run.model`) with which workers with these settings join: of the model, and of averaged momentum.
 
     For an optimizer of an extension, the model is built, since only the optimizer knows its state. Raises ConfigError
     and UnsupportedModel.

@@ -97,7 +97,7 @@ def versions(
     wait_s: float = 60.0,
 ) -> Iterator[GlobalModel]:
     """The global model now, and again whenever every fragment has `every` further versions, until the run is over and
-    its learners have left. For evaluation, sampling and serving: versions that come in between are skipped.
+    its learners have left. For evaluation, sampling and serving: versions in between are skipped.
 
     Each is also loaded into `module`, if given, with its buffers (`GlobalModel.load_into`). Waits `wait_s` seconds
     for a shard that is away. Other arguments and errors are those of `pull_global_model`.

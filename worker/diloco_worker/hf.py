@@ -68,8 +68,8 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
         """Join. Raises what `join` raises."""
         if args.load_best_model_at_end:
             raise ConfigError(
-                "load_best_model_at_end=True would put an earlier model of this learner in the place of the global "
-                "one; leave it out, and evaluate what `save_to` holds"
+                "load_best_model_at_end=True would replace the global model by an earlier one of this learner; "
+                "leave it out, and evaluate the model in `save_to`"
             )
         model: nn.Module = kwargs["model"]
         path = Path(args.output_dir) / f"checkpoint-{state.global_step}" / STATE

@@ -127,9 +127,9 @@ def join(
         history: folder for a record of this learner's events, as JSON lines. None: no record.
         wait_s: seconds to wait for shards that do not answer. None: wait forever, and log it every 10 s.
         island: process group or device mesh (torch.distributed.group.WORLD, for example) whose ranks train this model
-            together, by DDP or FSDP2, as one learner. All ranks call `join`, `step`, `poll`, `finish` and `close` alike
-            (docs/islands.md). "alone": each process started by torchrun or another launcher trains its own model as its
-            own learner. None: one process; several are refused.
+            together by DDP or FSDP2, as one learner. All ranks make the same calls in the same order (docs/islands.md).
+            "alone": each process started by torchrun or another launcher trains its own model as its own learner. None:
+            one process; several are refused.
         frozen: "same": frozen parameters and packed weights of quantized layers must equal those of the other learners,
             bit for bit. "any": they may differ (a base in another dtype, or quantized) and are not checked.
         residuals: where the learner keeps the error of its encodings, 2 bytes per parameter (4 with some plugins): on
@@ -143,7 +143,7 @@ def join(
             of another run.
         WrongCall: an argument is invalid, or this process was forked from a learner's and would join in its place.
         UnsupportedModel: the model cannot be synchronized (FSDP1 and DeepSpeed, for example), the momentum of an
-            optimizer cannot be averaged, an island asks for that, or `optimizer` trains something other than what is
+            optimizer cannot be averaged (it never can in an island), or `optimizer` trains something other than what is
             shared. The message says why and what to do; of several processes, only rank 0 gives it in full.
         CannotConnect: not all shards answered within `wait_s`.
         HandshakeFailed: TLS failed, and only a change of settings or certificates can fix it.

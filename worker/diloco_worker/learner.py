@@ -153,12 +153,12 @@ class Learner(LearnerView):
         """
         self._check_not_ended()
         if self._following is not None and not self._following.is_removed:
-            raise ConfigError("this learner follows an optimizer already: call remove() of what follow() gave first")
+            raise ConfigError("this learner already follows an optimizer: first call remove() on what it returned")
         following = Following(self, optimizer, tokens, samples, self.telemetry.log)
         if is_schedule_free(optimizer) and not self._boundary.replica.has_copies:
             following.remove()
             raise VersionUndone(
-                f"{type(optimizer).__name__} is schedule-free, and would draw the parameters back to a copy that "
+                f"{type(optimizer).__name__} is schedule-free, and would pull the parameters back to a copy that "
                 "gets no versions: join(masters=optimizer)"
             )
         self._following = following
@@ -299,7 +299,7 @@ class Learner(LearnerView):
         try:
             is_error = kind is not None and kind is not KeyboardInterrupt
             if is_error and self._home.is_here and self.state not in ("done", "stopped"):
-                # SIGTERM often is the cause of the error: the workers of a DataLoader got it, too.
+                # SIGTERM is often the cause of the error: the workers of a DataLoader got it, too.
                 self._ending.heed()
         finally:
             self.close(HURRY_S if kind is KeyboardInterrupt else None)

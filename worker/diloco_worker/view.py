@@ -184,7 +184,7 @@ def read_state(state: Mapping[str, Any] | None, run: str) -> LearnerState | None
         return None
     if wrong := _what_is_wrong(state):
         raise ConfigError(
-            f"state= is not what learner.state_dict() gave: {wrong}; save it beside the model and the optimizer, "
+            f"state= is not what learner.state_dict() returned: {wrong}; save it beside the model and the optimizer, "
             "and give it back as it was"
         )
     if state["run"] != run:

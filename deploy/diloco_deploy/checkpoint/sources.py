@@ -1,4 +1,4 @@
-"""The sources that a user may name: a folder of `diloco up`, data folders, checkpoints, and those in an object store.
+"""The sources that a user may name: a folder of `diloco up`, data folders, and checkpoints, also in object stores.
 
 Object stores are reached through `obstore`, an extra that is loaded only when needed. Credentials, region and endpoint
 come from the usual environment variables (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...). The manifest is written last, and

@@ -168,7 +168,7 @@ def _check(loader: Loader, values: Mapping[str, Tensor], other: set[str], lost: 
 
 
 def _loader(base: Path | None, dtype: torch.dtype, mine: Mapping[str, Tensor | None]) -> Loader:
-    """`mine`: key -> values, or None if the run has none. Raises DataError."""
+    """The loader that `base` determines. `mine`: key -> values, or None if the run has none. Raises DataError."""
     if base is None:
         return _taking("the state_dict of the model", mine)
     name, config = f"the model of --base {base}", base / "config.json"

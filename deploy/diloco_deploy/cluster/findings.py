@@ -312,7 +312,7 @@ def _of_standing(name: str, learner: SeenLearner) -> Iterator[Finding]:
         do = "look for a proxy's limit (413: `client_max_body_size`), or the MTU, on the way"
         yield Finding("PUSHES_FAIL", name, words, do, since_s)
     if learner.inner_step >= NO_TOKENS_STEPS and not learner.tokens:
-        words = f"{name} has taken {learner.inner_step} steps, and never reported a token: its work is never merged"
+        words = f"{name} has taken {learner.inner_step} steps, and always reported tokens=0: its work is never merged"
         yield Finding("NO_TOKENS", name, words, "count the tokens of the batch: `learner.step(tokens=...)`")
 
 

@@ -53,7 +53,7 @@ class SeenMember:
     why_code: str = ""
     """The code of that reason, if known: EXPIRED."""
     since: float | None = None
-    """Since when it has been gone, by the clock of the model; None: unknown."""
+    """When it went away, by the clock of the model; None: unknown."""
     again: str = ""
     """What restarts it, as a text to show; empty: a person must."""
     starts: int = 0
@@ -265,7 +265,7 @@ class SeenLearner:
 
 
 def put_together(shards: Iterable[SeenMember], known: Mapping[str, SeenLearner]) -> dict[str, SeenLearner]:
-    """The learners of a run, by id. Those that no shard knows any more keep their last state, and are away."""
+    """The learners of a run, by id. Those that no shard knows anymore keep their last state, and are away."""
     shards = list(shards)
     found: dict[str, SeenLearner] = {}
     states: dict[str, dict[str, str]] = {}

@@ -20,7 +20,7 @@ from typing import Any, NoReturn, cast
 from diloco_common.errors import plain
 
 BODY_BYTES_MAX = 8 << 20
-"""The largest /status, with 1,024 learners and 4,096 fragments, has a third of it."""
+"""The largest /status, with 1,024 learners and 4,096 fragments, takes a third of this."""
 HEAD_BYTES_MAX = 64 << 10
 NESTS_MAX = 1 << 17
 """Maximum number of lists and objects in one body: a few for each learner and fragment."""

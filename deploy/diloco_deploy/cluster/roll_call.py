@@ -105,7 +105,7 @@ class Present:
     restarts: int = 0
     """How often its process was restarted, as counted by `diloco up`."""
     status: Status | None = None
-    """Its /status; for a worker that was not asked, what the shards know of it."""
+    """Its /status; for a worker that was not asked, what the shards know about it."""
 
     @property
     def is_missing(self) -> bool:

@@ -53,7 +53,7 @@ def failure(code: str, what: str, do: str = "", /, **figures: float) -> ReportLi
 
 
 def of_error(error: DilocoError) -> ReportLine:
-    """A check raised an error of ours, whose message says what to do."""
+    """The finding for a check that raised one of our errors, whose message says what to do."""
     code = error.code if error.code in CODES else "UNEXPECTED"
     return failure(code, str(error))
 

@@ -101,7 +101,7 @@ def validity(whose: str, until: datetime, now: datetime) -> ReportLine:
 
 
 def describe(door: Door, known: Known, protocol: int) -> Sequence[ReportLine]:
-    """Whether a shard accepts us, and the run it serves. Raises its Refusal."""
+    """Whether a shard accepts us, and which run it serves. Raises its Refusal."""
     try:
         answer = join_answer(door, known, protocol)
     except NoShard as error:

@@ -59,7 +59,7 @@ def up(
 
 
 RUN_TOML = """\
-# The settings of one run. `diloco config show --config run.toml --origin` shows all of them, and where each is from.
+# The settings of one run. `diloco config show --config run.toml --origin` shows all of them, and their sources.
 # Later wins: defaults, this file, variables such as DILOCO_SYNC__QUORUM, --set sync.quorum=2, options.
 
 [run]

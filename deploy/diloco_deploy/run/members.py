@@ -1,4 +1,4 @@
-"""The members of a local cluster: how their processes are started, and what becomes of them over time.
+"""The members of a local cluster: how their processes are started, and what happens to them over time.
 
 `Watch` is pure: answers and times are passed in. It feeds the display; the record in the folder feeds `diloco status`
 and `diloco scale`; `Members` updates both. `diloco scale` writes a file that asks for another number of workers, and
@@ -287,7 +287,7 @@ def take_wish(folder: Path) -> int | None:
 
 
 def scale_to(folder: Path, workers: int) -> int:
-    """Ask for so many workers. Raises ConfigError, and CannotConnect if no `diloco up` runs there, or none answers."""
+    """Request this many workers. Raises ConfigError, and CannotConnect if no `diloco up` runs there or it is silent."""
     before = read_record(folder)
     if before is None:
         raise CannotConnect(

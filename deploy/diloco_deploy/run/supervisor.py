@@ -210,7 +210,7 @@ class Supervisor:
         return killed
 
     def dismiss(self, name: str) -> None:
-        """Ask a child to end for good (SIGTERM). `look` reports its exit."""
+        """Ask a child to end (SIGTERM), and do not start it again. `look` reports its exit."""
         self._children[name].start_again_at = None
         self.signal(name, signal.SIGTERM)
 

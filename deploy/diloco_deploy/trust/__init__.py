@@ -36,7 +36,7 @@ def _for_owner(name: str, flags: int) -> int:
 PRIVATE, PUBLIC = 0o600, 0o644
 ISSUED = "issued.jsonl"
 SERIAL_DIGITS_MIN = 12
-"""Shorter serials are taken for typing errors; a full serial is revoked even if it was not issued here."""
+"""Shorter serials are treated as typing errors; a full serial is revoked even if it was not issued here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class Registry:
         return bool(serials) and serials[-1] in self.revoked()
 
     def revoke(self, who: Subject, now: datetime) -> tuple[list[Revocation], list[Revocation]]:
-        """Revoke an identity's certificates. Returns those revoked now, and before. Raises ConfigError."""
+        """Revoke an identity's certificates. Returns those revoked now, and those before. Raises ConfigError."""
         serials = [one.serial for one in self.issued() if one.who == who.uri]
         if not serials:
             raise ConfigError(f"{who} was issued nothing here; see `diloco certs list`")

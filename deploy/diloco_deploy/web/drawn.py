@@ -1,4 +1,4 @@
-"""What the page draws over time, in bounded numbers: the run's course, its rounds, and events. Pure."""
+"""What the page draws over time, in limited numbers: the run's course, its rounds, and events. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a learner knows of one shard: its lease, how the run is cut, which versions to pull, and when to dial again.
+"""What a learner knows about one shard: its lease, how the run is cut, which versions to pull, and when to dial again.
 
 Only `Connection` changes it, in the network thread. Pusher and puller read it.
 
@@ -177,7 +177,7 @@ class AndTell(AsTold):
 
 
 class ConnectionState:
-    """What one learner knows of one shard."""
+    """What one learner knows about one shard."""
 
     def __init__(self, caller: Caller, address: str, to_pull: ToPull | None = None) -> None:
         self.caller = caller

@@ -33,7 +33,7 @@ def queued_until(values: Tensor) -> Callable[[], None] | None:
 
 
 def used_here(values: Tensor) -> None:
-    """Keep the memory of values that another thread allocated, perhaps for another stream, until ours is done."""
+    """Keep the memory of values that another thread allocated, perhaps for another stream, until our stream is done."""
     if is_accelerator(values.device):
         values.record_stream(_stream(values.device))
 

@@ -214,7 +214,7 @@ class VersionApplied:
     """The contribution whose fate this version decides."""
     fate: Fate | None
     since: int
-    """The learner's token count from which on its work is in no version, as far as it knows."""
+    """The learner's token count after which its work is in no version, as far as it knows."""
     seconds: float
     cpu_seconds: float
     replaced: object

@@ -61,7 +61,7 @@ def once_each(tensor: Tensor, of: Tensor) -> Tensor:
 def refuse_overlaps(tensors: Mapping[str, Tensor], shared: Mapping[str, Tensor]) -> None:
     """Raises UnsupportedModel if a shared tensor overlaps another in memory: a version would be added twice there.
 
-    Tensors with exactly the same elements count as one and come once (names.py).
+    Tensors with exactly the same elements count as one and appear once (names.py).
     """
     by_storage: dict[int, list[tuple[str, Tensor]]] = defaultdict(list)
     for name, tensor in tensors.items():

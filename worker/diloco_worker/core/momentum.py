@@ -5,7 +5,7 @@ is created here before that, exactly as the optimizer would: zeros, at step 0. F
 between two steps, the learner change it in place. `check` notices if other tensors replace it, as `load_state_dict`
 does. An inner step forgets part of the momentum, so a version that arrives late is scaled by what would be left of it.
 
-Adam and AdamW divide it by the root of their second moment, which stays local. If all gradients are its own, then
+Adam and AdamW divide it by the root of their second moment, which stays local. If all gradients are local, then
 
     |exp_avg| <= (1 - beta1) / sqrt((1 - beta2) (1 - beta1^2 / beta2)) sqrt(exp_avg_sq)
 
@@ -13,7 +13,7 @@ always holds (Cauchy-Schwarz over their history). Momentum from others may excee
 Otherwise an embedding row that only others have seen would be divided by eps, and a fresh optimizer, whose bias
 correction takes the momentum for its own first gradient, would begin with steps that are too long.
 
-Schedules such as OneCycleLR change betas. So they are read when a version is applied, as if they had never changed.
+Schedules such as OneCycleLR change betas. So betas are read when a version is applied, as if they had never changed.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from diloco_worker.core.shared_set import SharedSet
 
 MOST_OF_OWN = 3.0
 """Largest growth of the norm by one version, for momentum that no second moment divides. Their mean is no longer than
-the longest, and 24 inner steps keep 0.29 of it at mu = 0.95, so the harm by liars does not grow over the versions."""
+the longest, and 24 inner steps keep 0.29 of it at mu = 0.95, so the effect of liars does not grow over versions."""
 
 
 class MomentumUse(NamedTuple):
     keeps: float = 1.0
     """Share of the values that an inner step keeps: beta1 of AdamW, mu of Muon."""
     most: float = math.inf
-    """Bound on the values, as a multiple of the root of the second moment, if they came from own gradients alone."""
+    """Bound on the values, as a multiple of the root of the second moment, if they came from local gradients alone."""
 
 
 class Companion(NamedTuple):
@@ -117,7 +117,7 @@ def _check(name: str, companion: Companion, parameters: Mapping[str, Tensor]) ->
         )
     second = values if companion.second is None else companion.second
     if values.shape != parameters[name].shape or layout.overlaps_itself(values) or second.stride() != values.stride():
-        raise UnsupportedModel(f"the {what} is laid out in another way than {name}, so it cannot be averaged")
+        raise UnsupportedModel(f"the {what} is laid out differently from {name}, so it cannot be averaged")
 
 
 ADAM = torch.optim.Adam, torch.optim.AdamW
@@ -221,8 +221,8 @@ def _listed(optimizers: object) -> list[Optimizer]:
             )
         if not isinstance(one, Optimizer):
             raise ConfigError(
-                f"companions= has a {type(one).__name__}: give the optimizer of this model, or a list of them, as they "
-                "are made from torch.optim"
+                f"companions= has a {type(one).__name__}: give the optimizer of this model, or a list of them, as "
+                "torch.optim makes them"
             )
     return every
 

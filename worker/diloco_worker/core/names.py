@@ -34,7 +34,7 @@ def type_names(thing: object) -> Iterator[str]:
 
 
 def modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every module with its path, "" for the model. A module used in several places comes several times."""
+    """Every module with its path, "" for the model. A module used in several places appears several times."""
     return _modules(model, "", ())
 
 
@@ -131,6 +131,6 @@ def _by_name(owners: Iterable[tuple[str, Mapping[str, T | None]]]) -> dict[str, 
             if tensor is not None and found.setdefault(name := join(path, leaf), tensor) is not tensor:
                 raise UnsupportedModel(
                     f"two tensors are called {name} once the names of wrappers ({', '.join(WRAPPERS.values())}) are "
-                    "taken off; rename the one that is registered on the wrapper itself"
+                    "removed; rename the one that is registered on the wrapper itself"
                 )
     return found

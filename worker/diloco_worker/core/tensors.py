@@ -171,7 +171,7 @@ class FragmentTensors:
         return self.contribution
 
     def give_back(self) -> None:
-        """The contribution was not merged: forget it. A thread that still reads it does so for nothing."""
+        """The contribution was not merged: forget it. A thread that still reads it does so in vain."""
         self.contribution = None
 
     def adopt(self, values: Tensor) -> None:

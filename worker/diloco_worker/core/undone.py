@@ -47,7 +47,7 @@ class Watched(NamedTuple):
     taken_back: Tensor
     """See `taken_back`."""
     are_there: Callable[[], bool]
-    """Whether the numbers have come to the CPU."""
+    """Whether the numbers have arrived on the CPU."""
 
 
 class Laid:
@@ -86,7 +86,7 @@ class Laid:
             self._look()
 
     def check(self) -> bool:
-        """Call after every inner step, before versions are applied. True once: steps were found to undo versions."""
+        """Call after every inner step, before versions are applied. True once, when steps are found to undo them."""
         before = self.undone
         if self._seen:
             self._look()
@@ -131,7 +131,7 @@ class Laid:
 
 
 def taken_back(seen: Tensor) -> Tensor:
-    """The share of a version that each step took back, by its elements, and its length, both over the version's:
+    """For each step, the share of the version that it took back, and its length as a multiple of the version's:
     float32 [2, steps], from [steps + 2, elements]."""
     laid, steps = seen[1] - seen[0], seen[1:-1] - seen[2:]
     return torch.stack([steps @ laid / laid.square().sum(), steps.norm(dim=1) / laid.norm()])

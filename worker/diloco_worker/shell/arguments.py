@@ -45,10 +45,10 @@ def check_word(argument: str, word: object, known: Collection[str | None]) -> No
 def check_callback(shards: str, options: Mapping[str, object], join: Callable[..., object], instead: str) -> None:
     """Check the arguments of a callback that calls `join` later, when the Trainer has loaded everything. `instead`: why
     it takes no island, and what to do. Raises ConfigError and WrongCall."""
-    known = inspect.signature(join).parameters.keys() - {"shards", "model", "state"}  # it gives these itself
+    known = inspect.signature(join).parameters.keys() - {"shards", "model", "state"}  # the callback gives these
     if unknown := sorted(options.keys() - known):
         hint = did_you_mean(unknown[0], known)
-        raise WrongCall(f"DilocoCallback({unknown[0]}=...): it takes options of join, and none of this name{hint}")
+        raise WrongCall(f"DilocoCallback({unknown[0]}=...): it takes options of join, and this is none{hint}")
     if options.get("log", "stderr") is not None:
         say_in_one_line()  # as `join` does
     if options.get("island") is not None:

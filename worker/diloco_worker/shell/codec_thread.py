@@ -83,7 +83,7 @@ class CodecThread:
             self.drop(lambda earlier: earlier.fragment_id == contribution.fragment_id)
             self._payloads[contribution] = self._executor.submit(self._contribution, contribution, encoding)
 
-    # ------------------------------------------------------------ in the network thread: what goes out
+    # ------------------------------------------------------------ in the network thread: sending
 
     async def payload(self, contribution: PendingContribution) -> Payload | None:
         """The encoded contribution; None: its fate is known already. Raises NotFinite."""
@@ -103,7 +103,7 @@ class CodecThread:
             if is_over(contribution):
                 self._payloads.pop(contribution, None)
 
-    # ------------------------------------------------------------ in the network thread: what comes in
+    # ------------------------------------------------------------ in the network thread: receiving
 
     def own(self, tensors: Mapping[int, FragmentTensors]) -> None:
         """Use these tensors: the model is cut."""

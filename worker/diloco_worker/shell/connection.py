@@ -177,7 +177,7 @@ class Connection:
     # ------------------------------------------------------------ control
 
     async def _stay_connected(self) -> None:
-        """Raises the error on which enough shards agree."""
+        """Join and attend, repeatedly. Raises the error on which enough shards agree."""
         if self._is_spoken_for:
             await asyncio.get_running_loop().create_future()
         world, telemetry = self._c.world, self._c.telemetry

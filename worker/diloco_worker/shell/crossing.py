@@ -146,7 +146,7 @@ class Crossing:
             optimizer.state.clear()
         moments = "fresh moments" if optimizers else "moments as they are: give join(optimizer=) for fresh ones"
         self._telemetry.log.warning(
-            f"values were not finite: it goes on with those of the run, and {moments}", code=NotFinite.code,
+            f"values were not finite: this learner continues with the run's, and {moments}", code=NotFinite.code,
             times=self._diverging.times_anew,
         )  # fmt: skip
         return True

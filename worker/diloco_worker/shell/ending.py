@@ -33,7 +33,7 @@ LEAVE_LEAST_S = SETTLE_S
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """What became of a learner's work. True if the run has all of it, and the model has the last versions."""
+    """The fate of a learner's work. True if the run has all of it, and the model has the last versions."""
 
     work: Literal["all", "partly", "none"]
     """How much of it versions hold. In a run that has reached its budget, work that was too late does not count: "all"

@@ -228,7 +228,7 @@ WRAPPERS = {
 """Type of a module -> name of the wrapper. As strings: importing the types takes seconds, and not all are installed."""
 ALONE = (
     "start one process per device without torchrun, each a learner of its own (CUDA_VISIBLE_DEVICES=0, 1, ...), and "
-    "join the model itself, with nothing of the kind around it"
+    "join the model itself, with no such wrapper around it"
 )
 WHAT_TO_DO = (
     "if all ranks train one model with DistributedDataParallel or fully_shard (FSDP2), let all of them call "
@@ -261,8 +261,8 @@ def check(model: nn.Module, rank: Rank, island: Island) -> None:
     spread = next(_what_spreads(model, frozenset()), None)
     if spread is not None:
         raise UnsupportedModel(
-            f"{spread}: several processes train it together, and what they merge one by one would not belong "
-            f"together; {WHAT_TO_DO}"
+            f"{spread}: several processes train it together, and if each merged its own part, the parts would not "
+            f"match; {WHAT_TO_DO}"
         )
     if rank.size > 1 and island is None:
         raise UnsupportedModel(

@@ -98,7 +98,7 @@ def beside(model: nn.Module, values: Values) -> list[tuple[Tensor, Tensor]]:
             raise WrongCall(f"values: {name} is {what}, and in the model a tensor of shape {tuple(theta.shape)}")
         found.append((theta.detach(), value.detach()))
     if not found:
-        raise WrongCall("values: there are none; give what state_dict() of the model gave, or a module")
+        raise WrongCall("values: there are none; give the result of the model's state_dict(), or a module")
     return found
 
 

@@ -9,7 +9,7 @@ New storage of the same Parameter is fine (`parameter.data = tensor`, as SAM res
 and ties still hold, since the replica reads the Parameter itself.
 
 Looking at a parameter costs 0.1 us, and 0.5 us with cold caches, so each step looks at `AT_ONCE` of them, in turn.
-Until then, a contribution takes from a replaced tensor only what was trained before it was replaced. Writes such as
+Until its turn comes, a replaced tensor contributes only what was trained before it was replaced. Writes such as
 `parameter.data.copy_(...)` go unnoticed. For other values, use other_values.py.
 """
 
