@@ -68,7 +68,7 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
         """Join. Raises what `join` raises."""
         if args.load_best_model_at_end:
             raise ConfigError(
-                "load_best_model_at_end=True would replace the global model by an earlier one of this learner; "
+                "load_best_model_at_end=True would replace the global model with an earlier one of this learner; "
                 "leave it out, and evaluate the model in `save_to`"
             )
         model: nn.Module = kwargs["model"]

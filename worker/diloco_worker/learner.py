@@ -153,7 +153,7 @@ class Learner(LearnerView):
         """
         self._check_not_ended()
         if self._following is not None and not self._following.is_removed:
-            raise ConfigError("this learner already follows an optimizer: first call remove() on what it returned")
+            raise ConfigError("this learner already follows an optimizer: first remove() what follow() returned")
         following = Following(self, optimizer, tokens, samples, self.telemetry.log)
         if is_schedule_free(optimizer) and not self._boundary.replica.has_copies:
             following.remove()

@@ -111,7 +111,7 @@ class Exit:
 
 
 class Supervisor:
-    """The child processes of one command. Call it from the main thread: a child is killed when its thread ends."""
+    """The child processes of one command. Use it in the main thread: children end with the thread that started them."""
 
     def __init__(self) -> None:
         self._children: dict[str, _Child] = {}

@@ -133,7 +133,7 @@ def find_copies(masters: Masters, chosen: SharedSet) -> FindCopies:
 
 
 def is_schedule_free(optimizer: Any) -> bool:
-    """Whether it has a key that published ones set. Their y follows z by 1/t, too slowly for undone.py to notice."""
+    """Whether it has the key of schedule-free ones. Their y follows z by 1/t, too slowly for undone.py to notice."""
     return any("train_mode" in group for group in optimizer.param_groups)
 
 

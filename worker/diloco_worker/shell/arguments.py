@@ -48,7 +48,7 @@ def check_callback(shards: str, options: Mapping[str, object], join: Callable[..
     known = inspect.signature(join).parameters.keys() - {"shards", "model", "state"}  # the callback gives these
     if unknown := sorted(options.keys() - known):
         hint = did_you_mean(unknown[0], known)
-        raise WrongCall(f"DilocoCallback({unknown[0]}=...): it takes options of join, and this is none{hint}")
+        raise WrongCall(f"DilocoCallback({unknown[0]}=...): join has no such option{hint}")
     if options.get("log", "stderr") is not None:
         say_in_one_line()  # as `join` does
     if options.get("island") is not None:

@@ -1,7 +1,7 @@
 """Pulls the versions that a shard announces: one fragment after the other, and only the newest version.
 
-A version comes from a mirror at the learner's site, if there is one. If it sends bytes
-other than those the shard announced, that only costs time.
+A version comes from a mirror at the learner's site, if there is one. If the mirror sends other bytes than the shard
+announced, that only costs time.
 """
 
 from __future__ import annotations
