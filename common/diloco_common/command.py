@@ -1,4 +1,4 @@
-"""How commands are declared, found and ended, and `diloco`: one program with those of every installed distribution.
+"""How commands are declared, found and ended; and `diloco`, one program with the commands of all distributions.
 
 A command is a function; cyclopts derives options, help and completion from its signature. A known error ends it with
 one clear line and the error's exit code.
@@ -44,7 +44,7 @@ from diloco_common.errors import (
 )
 
 OPTIONS = Parameter(negative=(), allow_repeating=True)
-"""For all options: no --no- form, and the last of several values wins, so scripts may append theirs."""
+"""For all options: there is no --no- form, and the last of several values wins, so scripts may append theirs."""
 
 
 class QuietConsole(Console):
@@ -74,7 +74,7 @@ def _open_what_is_closed() -> None:
     """Open standard streams that are closed: Python sets them to None. Some supervisors start processes like that."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - for as long as the process
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - open until the process ends
 
 
 def version() -> str:
@@ -85,7 +85,7 @@ def version() -> str:
 
 
 def run_app(app: App, argv: Sequence[str] | None = None) -> int:
-    """Run a program on its arguments (None: those of the process), and return its exit code."""
+    """Run a program with these arguments (None: those of the process), and return its exit code."""
     return run_command(lambda: _called(app, argv), name=app.name[0])
 
 
@@ -178,7 +178,7 @@ def _stdout_is_broken() -> bool:
     poll.register(sys.stdout.fileno(), select.POLLERR)
     if not any(events & select.POLLERR for _, events in poll.poll(0)):
         return False
-    # Python flushes stdout once more at exit, and would complain.
+    # Python flushes stdout again at exit, and would complain.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return True
 
@@ -197,7 +197,7 @@ NOT_WRITTEN = "cannot be written: "
 
 def check_outputs(*paths: Path | None) -> None:
     """Create the folders of these output files; None is skipped.
-    Raises ConfigError for a file that cannot be written, before hours of work instead of after them."""
+    Raises ConfigError for a file that cannot be written, so that this is known before hours of work, not after."""
     for path in paths:
         if path is None:
             continue
@@ -235,7 +235,7 @@ ELSEWHERE: Mapping[str, Sequence[str]] = {
 }  # fmt: skip
 """Distribution -> its commands, for the message about a command that is not installed."""
 IN_A_CLONE: Mapping[str, str] = {"decoupled-diloco-ops": "./deploy", "decoupled-diloco-lab": "./simulator"}
-"""Distribution -> its folder in a clone, for which an index has no package."""
+"""Distribution -> its folder in a clone, from which it can be installed without a package index."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -248,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def installed() -> list[Command]:
-    """The tables of all distributions, concatenated. Prints and skips one that cannot be imported."""
+    """The tables of all distributions, concatenated. If one cannot be imported, says so on stderr and skips it."""
     found: list[Command] = []
     for point in metadata.entry_points(group="diloco.commands"):
         try:
@@ -260,7 +260,7 @@ def installed() -> list[Command]:
 
 
 def missing(commands: Sequence[Command]) -> dict[str, str]:
-    """Commands of ours that are not among these -> the distribution that brings them."""
+    """Our commands that are not among these -> the distribution that has them."""
     here = {command.name for command in commands}
     return {name: distribution for distribution, names in ELSEWHERE.items() for name in names if name not in here}
 

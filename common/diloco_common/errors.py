@@ -1,8 +1,8 @@
-"""Every error that leaves a process, as one class each.
+"""Every error that leaves a process. Each has its own class.
 
 The class name in capitals is its stable code (WrongRun: WRONG_RUN), and its docstring is the meaning of the code.
 `diloco explain`, docs/errors.md, the gRPC status of an answer and the exit code of a command are derived from the
-class. The message of an error says what happened this time. Texts are Markdown, with links as from a page in docs/.
+class. The message of an error says what happened this time. Texts are Markdown; links are relative to docs/.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class DilocoError(Exception):
     """Base of all errors that a user sees as one line, without a traceback."""
 
     code: ClassVar[str] = "UNEXPECTED"
-    """Sent to others, and never changes. By default the class name in capitals."""
+    """It is sent to other processes, and never changes. By default it is the class name in capitals."""
     exit_code: ClassVar[int] = EXIT_UNEXPECTED
     """Exit code of a command that ends with this error."""
     met: ClassVar[str] = COMMANDS
-    """Where people meet it."""
+    """Where people see it."""
     also: ClassVar[str] = ""
     """Another such place."""
     do: ClassVar[str] = ""
@@ -156,7 +156,7 @@ class Unavailable(DilocoError):
     look = "the link, if it happens often"
 
     def __init__(self, message: str, *, is_refused: bool = False) -> None:
-        """`is_refused`: nobody listens there."""
+        """`is_refused`: no process listens there."""
         super().__init__(message)
         self.is_refused = is_refused
 
@@ -243,7 +243,7 @@ class VersionDamaged(DataError):
 
 
 WORDS_MAX = 2000
-"""Maximum number of bytes of a refusal's text. It may quote a caller, and goes into statuses, answers and logs."""
+"""Maximum size in bytes of a refusal's text. The text may quote a caller; statuses, answers and logs contain it."""
 
 
 def plain(words: str) -> str:
@@ -269,7 +269,7 @@ class Refusal(DilocoError):
     look = "`diloco --version` on both machines"
 
     status: ClassVar[str] = "UNKNOWN"
-    """Name of the gRPC status of a call that ends with it; by default FAILED_PRECONDITION."""
+    """Name of the gRPC status of a call that ends with this error; FAILED_PRECONDITION by default."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -520,7 +520,7 @@ def all_kinds() -> list[type[DilocoError]]:
 
 
 def _with_words(kind: type[E], message: str) -> E:
-    """An error with this message as it is, since some kinds build theirs from facts, which the message already has."""
+    """An error with exactly this message. The constructors of some kinds build the message from facts: skip them."""
     error = kind.__new__(kind)
     Exception.__init__(error, plain(message))
     return error
@@ -545,7 +545,7 @@ def some(found: Sequence[str], between: str = ", ") -> str:
 
 
 def shown(value: object) -> str:
-    """A given value as messages quote it: the value if it is short and plain, else its type."""
+    """A value as messages quote it: the value itself if it is short and plain, else its type."""
     if isinstance(value, type):
         return f"the class {value.__name__}, not an instance"
     is_plain = value is None or isinstance(value, bool | int | float | str | list | tuple | dict | set)

@@ -1,10 +1,10 @@
 """Keeps gRPC's threads and our ports out of forked children.
 
-gRPC registers handlers that run in each forked child. Half of them are skipped while a thread waits inside gRPC, as one
-of ours always does ("Other threads are currently calling into gRPC, skipping fork() handlers"). The other half start
-gRPC's threads in the child, on the parent's connections: about every third child dies of a segmentation fault. Without
-handlers a child leaves gRPC alone. gRPC reads `GRPC_ENABLE_FORK_SUPPORT` once, when it is loaded. So `diloco_common`
-imports this module before anything else, and our packages import `diloco_common` first.
+gRPC registers handlers that run in each forked child. Half of them are skipped while a thread waits inside gRPC, and
+one of ours always does ("Other threads are currently calling into gRPC, skipping fork() handlers"). The other half
+start gRPC's threads in the child, on the parent's connections: about one child in three dies of a segmentation fault.
+Without handlers, a child leaves gRPC alone. gRPC reads `GRPC_ENABLE_FORK_SUPPORT` once, when it is loaded. So
+`diloco_common` imports this module before anything else, and our packages import `diloco_common` first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LIBRARY = "grpc._cython.cygrpc"
 def danger(value: str, *, is_loaded: bool) -> str:
     """Why forked children may crash; empty if they cannot.
 
-    value: of the variable; empty: not set. is_loaded: whether gRPC has already read it.
+    value: the variable's value; empty: it is not set. is_loaded: whether gRPC has already read it.
     """
     if value:
         return "" if value.lower() in _OFF else f"{VARIABLE}={value} is set"
@@ -45,18 +45,18 @@ def close_in_children(listening: socket.socket) -> None:
 
 
 def refuse(refuses: bool) -> None:
-    """Set whether a fork raises ForkUnsafe if children may crash."""
+    """Set whether a fork whose child may crash raises ForkUnsafe instead."""
     global _is_listening, _refuses
     _refuses = refuses
     if DANGER and not _is_listening:
         _is_listening = True
-        sys.addaudithook(_hear)  # Python cannot remove it again
+        sys.addaudithook(_hear)  # Python cannot remove a hook
 
 
 def _hear(event: str, _: tuple[Any, ...]) -> None:
     if _refuses and event in ("os.fork", "os.forkpty"):
         raise ForkUnsafe(
-            f"{DANGER}, so gRPC starts its threads in forked children, which die of it: start this process with "
+            f"{DANGER}, so gRPC starts its threads in forked children, and this kills them: start this process with "
             f"{VARIABLE}=0"
         )
 

@@ -22,9 +22,9 @@ CALLS_PER_S = 450.0
 BYTES_PER_S = 1.28e9
 """Payload bytes per second that one core of a shard can receive and send (docs/performance.md, growth)."""
 MOMENTUM_BYTES: Mapping[str, int] = MappingProxyType({"nesterov": 2, "sgd": 2, "adam": 8})
-"""State of each outer optimizer, per parameter (docs/version-file.md); 4 is assumed for a user's own."""
+"""Bytes of state of each outer optimizer, per parameter (docs/version-file.md); 4 is assumed for a user's own."""
 LINK_SHARE = 0.5
-"""Share of a link, core or disk that the run may take on average: the rest is for bursts and repeats."""
+"""The share of a link, core or disk that the run may use on average. The rest is for bursts and repeats."""
 
 
 def rate(params: float, bits: float, every: float, step_s: float) -> float:
@@ -58,10 +58,10 @@ def shard_memory(
 ) -> float:  # fmt: skip
     """Peak bytes of a shard: 260 MB + 8 MB + n (10 + ...) + 8.5 n_fragment + 0.62 MB L + contributions.
 
-    n: parameters that it owns. 10 bytes with Nesterov and bfloat16 pulls; Adam takes 6 more, changes or float32 pulls 2
-    more. At most one contribution per learner and fragment is open: n L push / 8. Companions are as many parameters
-    again, without outer state: 8 bytes each, and their contributions. Measured by benchmarks/shard_memory.py
-    (docs/performance.md), without companions.
+    n: parameters that it owns. It is 10 bytes with Nesterov and bfloat16 pulls; Adam takes 6 more, and changes or
+    float32 pulls take 2 more. At most one contribution per learner and fragment is open: n L push / 8. Companions are
+    as many parameters again, without outer state: 8 bytes each, and their contributions. Measured by
+    benchmarks/shard_memory.py (docs/performance.md), without companions.
     """
     per_parameter = 10.0 + (version_bytes(outer, pull) - 6) + (2 if pull == "float32" else 0)
     largest = params_owned / max(1, fragments)

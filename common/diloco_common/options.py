@@ -18,7 +18,7 @@ from diloco_common.settings_loader import Given, Loaded, default_of, from_text, 
 
 _SETTINGS = Group("Settings", sort_key=12)
 _FLAGS = {"data.source": "--data", "run.id": "--run"}
-"""Setting -> its option, if not named after the key."""
+"""Setting -> its option, if the option is not named after the key."""
 
 Flag = Annotated[bool, Parameter(show_default=False)]
 Json = Annotated[bool, Parameter(help="print it as JSON", show_default=False)]
@@ -63,11 +63,11 @@ def load_from(
     environ: Mapping[str, str] | None = None,
     defaults: Mapping[str, Given] | None = None,
 ) -> Loaded:
-    """The settings of a command line, with their sources. Prints those that the environment decided.
+    """The settings of a command line, with their sources. Prints the settings that the environment decided.
 
     Args:
         options: the shared options.
-        flags: setting -> the value of its own option; None: not given.
+        flags: setting -> the value of its own option; None if it was not given.
         environ: the environment; default: the process's.
         defaults: see `settings_loader.load`.
 
@@ -96,7 +96,7 @@ def settings_from(
     environ: Mapping[str, str] | None = None,
     defaults: Mapping[str, Given] | None = None,
 ) -> Settings:
-    """As `load_from`, the settings alone."""
+    """Like `load_from`, but without the sources."""
     return load_from(options, flags, environ, defaults).settings
 
 
@@ -108,7 +108,7 @@ def refuse_idle(given: Mapping[str, object], idle: Mapping[str, str]) -> None:
     """Refuse flags that would change nothing. Raises ConfigError.
 
     Args:
-        given: flag -> its value; None: not given.
+        given: flag -> its value; None if it was not given.
         idle: flag -> why it would change nothing here, and what to do.
     """
     for flag, why in idle.items():

@@ -3,7 +3,7 @@
 There are two worlds. In production the ports are the wall clock, the system's randomness, real threads, files and gRPC.
 Each process builds its world in one file (`diloco_server/shell/server.py`, `diloco_worker/joining.py`). In the
 simulator they are virtual time, a seeded generator, memory and faults. Shells are the same in both, and wait only with
-asyncio: the event loop belongs to the world too, and a virtual loop sleeps in no time.
+asyncio: the event loop belongs to the world too, and a virtual loop sleeps without taking time.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ class World:
     """Time for leases, waits and reports."""
     cpu_clock: Clock
     random: Random
-    """For the jitter of waits, and process ids."""
+    """For the jitter of waits, and for process ids."""
     threads: Callable[[int, str], Executor]
     """Makes an executor from a number of threads and a name. Shells use it through the event loop's `run_in_executor`
     or through `submit`, and end it with `shutdown(wait=False, cancel_futures=True)`."""
     give_back: Callable[[], None] = lambda: None
-    """Returns free memory that nothing will use soon to the system. Takes milliseconds."""
+    """Returns free memory to the system if nothing will use it soon. Takes milliseconds."""
 
 
 class History(Protocol):
-    """A process's record of events, by which promises can be checked (the simulator's judge)."""
+    """A process's record of events, with which the simulator's judge checks promises."""
 
     def write(self, what: str, **facts: Any) -> None:
         """Append one line. Safe from any thread."""
@@ -109,7 +109,7 @@ class ShardService(Protocol):
     """
 
     async def read(self, caller: Identity, message: Callable[[], Awaitable[T]]) -> T:
-        """Read the message of a call that sends just one, where the transport can leave it unread until then.
+        """Read the only message of a call, if the transport can leave it unread until then.
 
         Few are read at once. `message` also parses it; a large message then takes several times its size.
         """
@@ -117,10 +117,10 @@ class ShardService(Protocol):
     async def join(self, caller: Identity, request: JoinRequest) -> JoinAnswer: ...
 
     def attend(self, caller: Identity, reports: AsyncIterator[Progress]) -> AsyncGenerator[Directive, None]:
-        """Directives until the lease or the learner's side ends. Close it with `aclose`."""
+        """Yields directives until the lease or the learner's side ends. Close it with `aclose`."""
 
     def follow(self, caller: Identity, request: FollowRequest) -> AsyncGenerator[Directive, None]:
-        """Directives until the shard or the reader's side ends. Close it with `aclose`."""
+        """Yields directives until the shard or the reader's side ends. Close it with `aclose`."""
 
     async def push(self, caller: Identity, parts: AsyncIterator[PushHeader | Chunk]) -> PushAnswer:
         """`parts`: the header, then the chunks. The lease is checked before the first part is read."""
@@ -130,7 +130,7 @@ class ShardService(Protocol):
     ) -> AsyncGenerator[PullHeader | Chunk, None]:
         """The header, then the chunks of its payload, if any. Close it early with `aclose`.
 
-        `ends_in_s`: time after which the transport ends the call of a caller that does not read; infinity: never.
+        `ends_in_s`: the time after which the transport ends the call of a caller that does not read; infinity: never.
         """
 
     async def leave(self, caller: Identity) -> None:

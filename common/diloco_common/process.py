@@ -1,4 +1,4 @@
-"""What a process of ours is set to: it keeps freed memory, and a child ends with its parent, even one that is killed.
+"""How our processes are set up: they keep freed memory, and a child ends with its parent, even if that is killed.
 
 By default glibc returns large chunks to the kernel as soon as they are freed, so the next chunk faults in every page
 again: 50 to 200 faults per MB. A gRPC stream is then 1.3 to 2 times slower, and the server uses twice the CPU (measured
@@ -6,8 +6,8 @@ with grpcio 1.85 on loopback, 1 MiB messages). An mmap threshold of 1 GiB gains 
 times as large.
 
 `diloco up` starts `python -m diloco_common.process PARENT_PID MODULE ARGUMENTS...`. On Linux the kernel sends SIGTERM
-to this process when the parent dies. On every system a thread looks each second: it sends SIGTERM, too, and kills the
-process after `END_S`.
+to this process when the parent dies. On every system a thread checks the parent each second: it too sends SIGTERM, and
+kills the process after `END_S`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _SETTINGS = (
 
 
 def tune_allocator() -> bool:
-    """Keep freed memory for reuse. Call at process start, before threads. False if libc is not glibc."""
+    """Keep freed memory for reuse. Call it at process start, before threads. False if libc is not glibc."""
     libc = _glibc()
     if libc is None:
         return False

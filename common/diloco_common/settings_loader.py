@@ -2,8 +2,8 @@
 
 Later sources win: defaults < file < environment (DILOCO_SECTION__KEY) < `--set section.key=value` < flags.
 All problems are reported in one `ConfigError`, one line each, with the setting, its source and the allowed values.
-`diloco up` passes `--settings FILE.json` to its children, which holds every effective setting. The environment is then
-not read, so a child uses exactly what its parent decided.
+`diloco up` passes `--settings FILE.json` to its children; the file holds every effective setting. A child then does not
+read the environment, so it uses exactly what its parent decided.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Loaded:
     given: Mapping[str, Given]
 
     def describe_sources(self) -> list[str]:
-        """One line for each setting that an environment variable decided, so that none wins unnoticed."""
+        """One line for each setting that an environment variable decided, so that nobody overlooks it."""
         return [
             f"{name} = {given.value} from the environment variable {given.source}"
             for name, given in sorted(self.given.items())
@@ -218,12 +218,12 @@ def from_text(name: str, text: str) -> object:
 
 
 def _read_quantity(name: str, value: object) -> object:
-    """Convert 2M, 30s and bf16 for pydantic. Other values stay, for pydantic to judge."""
+    """Convert 2M, 30s and bf16 for pydantic. Leave other values for pydantic to judge."""
     if not isinstance(value, str):
         return value
     kinds = set(_kinds(_FIELDS[name].annotation))
     if Path in kinds:
-        return os.path.expanduser(value)  # no shell has done it in a file, nor after `--set section.key=`
+        return os.path.expanduser(value)  # the shell expands no ~ in a file or after `--set section.key=`
     if name in ("sync.push", "sync.pull"):
         return units.dtype(value)
     parse: Callable[[str], float]

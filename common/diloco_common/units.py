@@ -1,4 +1,4 @@
-"""Numbers for people: parsed as they write them (2M tokens, 1.5e9, 512MiB, 30s), and shown short, with units. Pure."""
+"""Numbers for people: parsed as people write them (2M tokens, 1.5e9, 512MiB, 30s), and shown short with units. Pure."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def loss(value: float | None) -> str:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The course of a value in `width` characters, each the mean of a stretch."""
+    """The course of a value in at most `width` characters; each shows the mean of a stretch."""
     if not values or width < 1:
         return ""
     n = min(width, len(values))

@@ -43,7 +43,7 @@ def serve(
 
     end_on_sigterm()
     tune_allocator()  # before threads and large buffers
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # each failed handshake of any caller would write a line
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # otherwise any caller's failed handshake writes a line
     import asyncio
     import gc
     import logging
@@ -54,9 +54,9 @@ def serve(
     from diloco_server.shell import server
 
     gc.collect()
-    gc.freeze()  # a full collection in the event loop need not look at the modules again: 100 ms for torch's
+    gc.freeze()  # full collections in the event loop then skip the modules: 100 ms for torch's
     logs.configure(level=logging.DEBUG if verbose else logging.INFO)
-    torch.set_num_threads(1)  # one compute thread per shard: OpenMP teams collapse where cores are busy
+    torch.set_num_threads(1)  # one compute thread per shard: OpenMP teams are slow on busy cores
     asyncio.run(server.serve(settings, address_file))
 
 

@@ -3,8 +3,8 @@
 `base.py` defines the interface of an encoding, `blocks.py` implements it for blocks with a scale, and `registry.py` has
 the plain ones and finds one by name. `change.py` encodes versions as changes, and makes anchors of them. `payload.py`
 cuts a fragment into chunks, describes them and receives them, `frames.py` puts each into the message that carries it,
-and `parts.py` cuts ranges out. `native.py` runs the inner loops in C. Pure: no sockets, and no files but the compiled
-loops.
+and `parts.py` cuts ranges out. `native.py` runs the inner loops in C. Pure: it uses no sockets, and no files except the
+compiled loops.
 """
 
 from diloco_common.codec.base import Codec

@@ -1,4 +1,4 @@
-"""The interface of an encoding: one chunk of float32 values becomes bytes, and values again.
+"""The interface of an encoding: it turns one chunk of float32 values into bytes, and bytes back into values.
 
 A codec holds no state. It runs on the device of its tensors, over cache-sized slices in reused buffers. Its result
 depends only on the values, not on slicing, threads or earlier calls.
@@ -23,7 +23,7 @@ BFLOAT16_MAX = torch.finfo(torch.bfloat16).max
 
 
 class ChunkPart(NamedTuple):
-    """Elements of a checked chunk, from `start` on. The output's length gives their number."""
+    """Elements of a checked chunk, from `start` on. The length of the output says how many."""
 
     data: Tensor
     num_elements: int
@@ -55,14 +55,14 @@ class Codec(ABC):
     residual_dtype: ClassVar[torch.dtype] = torch.float32
     """Dtype of the error that a learner keeps for error feedback: float32, or bfloat16 if the error of an element is at
     most half a step of its codes; rounding may then lose a thousandth of a step. An encoding that leaves out large
-    elements for many rounds needs float32: rounding would lose small values beside what has accumulated."""
+    elements for many rounds needs float32: rounding would lose small values next to the accumulated ones."""
     progress_dtype: ClassVar[torch.dtype] = torch.float32
-    """Dtype of a contribution before it is encoded: float32, or bfloat16 if codes are no finer. Rounding stays
-    in the model, and so goes into the next contribution."""
+    """Dtype of a contribution before it is encoded: float32, or bfloat16 if codes are no finer. The rounding error
+    stays in the model, so the next contribution includes it."""
 
     @abstractmethod
     def num_bytes(self, num_elements: int) -> int:
-        """Bytes of a chunk of that many elements."""
+        """The size in bytes of a chunk of that many elements."""
 
     @abstractmethod
     def encode_values(self, values: Tensor, out: Tensor) -> None:
@@ -184,7 +184,7 @@ class Codec(ABC):
     def sum_squares(self, data: Tensor, num_elements: int, start: int, stop: int) -> float:
         """Sum of squares of elements start..stop of a checked chunk of `num_elements`; any start and stop.
 
-        NaN or infinite if an element is, or if a sum leaves the range of float32.
+        The result is NaN or infinite if an element is, or if a sum exceeds the range of float32.
         """
         if (native := self._native(data)) is not None:
             return native.sum_squares(data, num_elements, start, stop)

@@ -34,11 +34,11 @@ class BlockCodec(Codec):
     scale_min: ClassVar[float]
     scale_max: ClassVar[float]
     native_bits: ClassVar[int] = 0
-    """Number of the codes in kernels/common.h; 0: the encoding has no kernels."""
+    """The number of these codes in kernels/common.h; 0: the encoding has no kernels."""
 
     @abstractmethod
     def num_code_bytes(self, num_elements: int) -> int:
-        """Bytes of the codes of that many elements."""
+        """The size in bytes of the codes of that many elements."""
 
     @abstractmethod
     def encode_codes(self, scaled: Tensor, out: Tensor) -> None:
@@ -217,7 +217,7 @@ class Int4(BlockCodec):
     """Unscaled value of each nibble 0..15."""
 
     def encode_nibbles(self, scaled: Tensor, out: Tensor) -> None:
-        """Encode `scaled` (m,) float32, which may be overwritten, into `out` (m,) int8: low nibbles count."""
+        """Encode `scaled` (m,) float32, which may be overwritten, into `out` (m,) int8: only the low nibbles count."""
         out.copy_(scaled.round_())
 
     def num_code_bytes(self, num_elements: int) -> int:

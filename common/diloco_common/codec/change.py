@@ -7,7 +7,7 @@ bfloat16. Both sides compute the next anchor by one rule, in float32, bit for bi
     change = encode(theta - anchor)
     anchor <- bfloat16(anchor + decode(change))         to nearest, ties to even; saturating
 
-The errors of encoding and rounding stay in `theta - anchor`, and so enter the next change. This is error feedback
+The errors of encoding and rounding stay in `theta - anchor`, so the next change includes them. This is error feedback
 without extra memory. A learner without an anchor, or with an older one, gets the anchor itself as bfloat16, which is
 exact.
 """
@@ -64,12 +64,12 @@ def encode_change(values: Tensor, base: Payload, encoding: str) -> tuple[Payload
 def decode_version(
     payload: Payload, base: Tensor | None, device: torch.device | str = "cpu", reference: Reference | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """The version in a payload, on a device, and its difference to `reference`: (n,) float32, in the same pass.
+    """The version in a payload, on a device, and its difference from `reference`: (n,) float32, in the same pass.
 
     If the payload is a change, `base` is the bfloat16 anchor to add it to; it is only read. Without `base`, the payload
-    holds values. The version is the learner's next anchor: (n,) bfloat16 if the run pulls bfloat16 or changes, which is
-    exact then, else float32. It is a copy in the pool of large tensors: received bytes lie in malloc's heap, and would
-    make holes there while they are the anchor. Raises as `decode_payload`.
+    holds values. The version is the learner's next anchor: (n,) bfloat16 if the run pulls bfloat16 or changes (bfloat16
+    is then exact), else float32. It is a copy in the pool of large tensors: received bytes lie in malloc's heap, and
+    would fragment it while they are the anchor. Raises what `decode_payload` raises.
     """
     header = payload.header
     for other in (base, reference and reference.values):

@@ -1,8 +1,8 @@
 """Frames: the message that carries a chunk, made and read by hand, so that a chunk is never copied.
 
-The generated classes copy a chunk two or three times on each side. A frame has exactly the bytes that they make of a
+The generated classes copy a chunk two or three times on each side. A frame has exactly the bytes that they make from a
 PushRequest or a PullResponse with `crc32c`, `padding` and `chunk` (docs/wire-format.md, Messages). The padding makes
-the chunk begin at byte HEAD_BYTES, so that it is aligned to 16 bytes like the allocator's memory; float32 views need 4.
+the chunk begin at byte HEAD_BYTES, so it is aligned to 16 bytes like the allocator's memory; float32 views need 4.
 Within a process a chunk is a view into its frame, from the encoder that writes it to the decoder that reads it.
 """
 
@@ -54,14 +54,14 @@ CHECKSUM = struct.Struct("<I")
 CHECKSUM_TAG, PADDING_TAG, CHUNK_TAG = 0x1D, 0x22, 0x2A  # number << 3 | wire type
 
 _new_bytes = ctypes.pythonapi.PyBytes_FromStringAndSize
-"""Makes uninitialized bytes. Their maker may write to them, through a tensor, until it passes them on. Encoding into
-another buffer and copying took a third of the time of publishing a version."""
+"""Makes uninitialized bytes. The caller may write to them, through a tensor, until it passes them on. Encoding into
+another buffer and then copying took a third of the time it takes to publish a version."""
 _new_bytes.argtypes, _new_bytes.restype = (ctypes.c_void_p, ctypes.c_ssize_t), ctypes.py_object
 
 
 class NewFrame:
     def __init__(self, num_bytes: int) -> None:
-        """`num_bytes`: of the chunk."""
+        """`num_bytes`: the size of the chunk."""
         self._num_bytes = num_bytes
         self._frame: bytes = _new_bytes(None, HEAD_BYTES + num_bytes)
         self._whole = torch.frombuffer(self._frame, dtype=torch.uint8)
@@ -72,7 +72,7 @@ class NewFrame:
         return self._whole[HEAD_BYTES:]
 
     def sealed(self) -> tuple[memoryview, int]:
-        """The finished chunk, which must not be written any more, and its checksum."""
+        """The finished chunk and its checksum. Nobody may write to the chunk from now on."""
         chunk = memoryview(self._frame)[HEAD_BYTES:]
         checksum = crc32c(chunk)
         ctypes.memmove(self._whole.data_ptr(), _head(self._num_bytes, checksum), HEAD_BYTES)
@@ -90,7 +90,7 @@ def frame_of(chunk: Chunk) -> bytes:
 
 
 def chunk_in(message: bytes) -> memoryview | None:
-    """The unchecked chunk; None if these bytes are no frame (another message, perhaps)."""
+    """The unchecked chunk; None if these bytes are not a frame (they may be another message)."""
     num_bytes = len(message) - HEAD_BYTES
     if num_bytes < 0 or message[0] != CHECKSUM_TAG or message[5:HEAD_BYTES] != _after_checksum(num_bytes):
         return None

@@ -101,7 +101,7 @@ class Library:
             made = Path(folder, path.name)
             command = [*compiler, *one.flags, *self.flags, "-o", str(made), *map(str, self.sources()), "-lm"]
             subprocess.run(command, check=True, capture_output=True, timeout=60.0)
-            made.replace(path)  # atomic: no process that starts now reads half of it
+            made.replace(path)  # atomic: a process that starts now never reads half of it
 
     def built_name(self, one: InstructionSet) -> str:
         found = hashlib.sha256(" ".join((*self.flags, *one.flags)).encode())

@@ -2,16 +2,16 @@
 
 malloc returns such memory to the kernel, or splits it, so the next tensor gets fresh pages. Clearing them took a fifth
 of the codec thread's time (perf, 4.2 M parameters per fragment). Here a block returns to the pool when the last tensor
-that views it is gone, in whatever thread.
+that views it is gone, whichever thread that happens in.
 
-All sizes share one pool. With a list per class of sizes, fragments on both sides of a bound each kept free blocks that
-the others could have used.
+All sizes share one pool. When each size class had its own list, fragments of neighboring classes each kept free blocks
+that the others could have used.
 
 Huge pages are not used: with them, a shard with 100 M parameters once took 24 s to read its versions, and 1 s without.
 This was seen on a busy machine and not investigated.
 
-`scratch` holds what a thread needs while it encodes or decodes: its own buffers, by name. On CUDA, a thread must not
-run two streams through the codecs at once, because they would share its buffers.
+`scratch` returns the buffers that a thread needs while it encodes or decodes. Each thread has its own, by name. On
+CUDA, a thread must not run two streams through the codecs at once, because they would share its buffers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from diloco_common.process import trim
 LEAST = 2 << 20
 """Smaller tensors, in bytes, come from malloc."""
 MOST = 1 << 32
-"""So do larger ones: a block reserves more addresses than that, which a machine may refuse."""
+"""Larger tensors also come from malloc: a block reserves more addresses than that, which a machine may refuse."""
 SPREAD = 1.5
 """A block serves tensors that differ by at most this factor: different fragments, but not both float32 and bfloat16."""
 WINDOW = 1024
@@ -50,7 +50,7 @@ def empty(size: int, dtype: torch.dtype = torch.float32, device: torch.device | 
 def give_back() -> None:
     """Return free blocks, and all memory that malloc has free, to the kernel.
 
-    For the end of a phase whose memory will not be needed again: a shard's seeds are float32, and the versions made
+    Call it after a phase whose memory will not be needed again: a shard's seeds are float32, and the versions made
     meanwhile have fragmented their memory.
     """
     _pool.drop()
@@ -70,7 +70,7 @@ class Block:
         return cls(mmap.mmap(-1, int(SPREAD * num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), num_bytes)
 
     def fits(self, num_bytes: int) -> bool:
-        """Whether it is large enough, and not so large that much of its memory would be idle."""
+        """Whether it is large enough, but not so large that much of its memory would sit idle."""
         return num_bytes <= len(self.addresses) and self.reached <= SPREAD * num_bytes
 
     def rank(self, num_bytes: int) -> tuple[bool, int]:
@@ -96,7 +96,7 @@ class Pool:
         return len(self._free) + len(self._returned)
 
     def take(self, num_bytes: int) -> memoryview:
-        """A block of this size, for as long as somebody holds the view. Raises OSError if there is no memory."""
+        """A block of this size, taken for as long as somebody holds the view. Raises OSError if there is no memory."""
         with self._lock:
             block = self._best(num_bytes)
             self._count()
@@ -149,7 +149,7 @@ def scratch(name: str, dtype: torch.dtype, size: int, device: torch.device) -> T
     key = (name, dtype, device)
     buffer = _buffers.by_key.get(key)
     if buffer is None or buffer.numel() < size:
-        # Outside inference mode, one cannot write to a tensor made inside it.
+        # Code outside inference mode cannot write to a tensor made inside it.
         with torch.inference_mode(False):
             buffer = _buffers.by_key[key] = torch.empty(size, dtype=dtype, device=device)
     return buffer[:size]
@@ -161,5 +161,5 @@ def slices(num_elements: int) -> list[slice]:
 
 
 def slices_of(values: Tensor) -> list[slice]:
-    """On a CPU slices that stay in the cache for the next pass; elsewhere one slice."""
+    """On a CPU, slices that stay in the cache for the next pass; elsewhere one slice."""
     return slices(values.numel()) if values.device.type == "cpu" else [slice(0, values.numel())]

@@ -31,7 +31,7 @@ class Loops:
     """Whether they do more than encoding and summing."""
 
     def __init__(self, library: ctypes.CDLL, head: tuple[int, ...] = (), limits: tuple[float, ...] = ()) -> None:
-        """`head`: first arguments of the functions. `limits`: of the encoder."""
+        """`head`: the first arguments of the functions. `limits`: the limits of the encoder."""
         self._library, self._head, self._limits = library, head, limits
 
     def encode(self, values: Tensor, plus: Tensor | None, loss: Tensor | None, out: Tensor) -> bool:
@@ -88,7 +88,7 @@ class BlockLoops(Loops):
         return self._sum((*self._head, sources, len(parts), start), start, parts)
 
     def encode_change(self, values: Tensor, base: Tensor, anchor_max: float, out: Tensor, anchor: Tensor) -> bool:
-        """As `encode` of `values - base`, and `anchor` <- base + decoded, saturating; base and anchor (n,) bfloat16."""
+        """`encode` for `values - base`; `anchor` <- base + decoded, saturating; base and anchor (n,) bfloat16."""
         block: int = self._library.diloco_encode_change(
             *self._head, values.data_ptr(), base.data_ptr(), values.numel(), *self._limits, anchor_max, out.data_ptr(),
             anchor.data_ptr(),
@@ -147,7 +147,7 @@ def _encoded(values: Tensor, plus: Tensor | None, loss: Tensor | None) -> list[i
 
 
 def _addresses(reference: tuple[Tensor, Tensor | None] | None) -> tuple[int, int, int]:
-    """The addresses of float32 values, else of a bfloat16 anchor and the progress since."""
+    """The address of float32 values, or the addresses of a bfloat16 anchor and the progress since."""
     if reference is None:
         return 0, 0, 0
     values, progress = reference
@@ -197,7 +197,7 @@ class WeightedSum:
 
 
 def _source(bits: int, part: tuple[Tensor, int, int], weight: float) -> _Summand:
-    """The addresses of scale and codes of the block with the part's first element."""
+    """The addresses of the scale and the codes of the block that contains the part's first element."""
     chunk, num_elements, start = part
     block, num_blocks, address = start // BLOCK, -(-num_elements // BLOCK), chunk.data_ptr()
     return _Summand(

@@ -1,9 +1,9 @@
 """How ranges of a fragment are laid out in the payload of a part.
 
 Blocks of elements share a scale. Blocks of all contributions must begin at the same elements, so that kernels can sum
-them block by block. So a range that begins in the middle of a block does so in the payload too: element e of the
-fragment has a position that differs from e by a multiple of 256. The fewest zeros that achieve this are put before each
-range, at most 255.
+them block by block. So a range that begins in the middle of a block does so in the payload too: the position of element
+e of the fragment differs from e by a multiple of 256. Before each range come the fewest zeros that achieve this, at
+most 255.
 
 `cut_header` and `cut_chunks` cut ranges of a fragment out of a payload of values, as the payload of a part.
 """
@@ -52,7 +52,7 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def sha256(payload: Payload) -> bytes:
-    """Identifies a payload securely, not just against chance: encoding, size, chunk size if it matters, all chunks."""
+    """A digest that nobody can forge, of the encoding, the size, the chunk size if it matters, and all chunks."""
     header = payload.header
     chunk_elements = 0 if header.encoding in ITEM_BYTES else header.chunk_elements
     digest = hashlib.sha256(f"{header.encoding} {header.num_elements} {chunk_elements}\n".encode())
@@ -62,9 +62,9 @@ def sha256(payload: Payload) -> bytes:
 
 
 def cut_header(whole: Payload, ranges: Sequence[Range], chunk_elements: int | None = None) -> PayloadHeader:
-    """The header of a payload of these ranges. Cuts everything once to get the checksum, a chunk at a time.
+    """The header of a payload of these ranges. Cuts everything once, chunk by chunk, to get the checksum.
 
-    `chunk_elements`: None: as in `whole`. Raises KeyError for an encoding that cannot be cut.
+    `chunk_elements`: if None, that of `whole`. Raises KeyError for an encoding that cannot be cut.
     """
     header, size = whole.header, num_elements(ranges)
     num_bytes = size * ITEM_BYTES[header.encoding]

@@ -26,7 +26,7 @@ from diloco_common.wire.bounds import Exact, Name, Uint32
 CHUNK_ELEMENTS_MAX = 2**22
 """Headers with larger chunks are refused."""
 CHUNK_BYTES_MAX = CHUNK_ELEMENTS_MAX + 4 * CHUNK_ELEMENTS_MAX // BLOCK_ELEMENTS
-"""Also with chunks of more bytes: 1 Mi float32 values, or 4 Mi codes of 8 bits and their scales."""
+"""So are headers with chunks of more bytes: 1 Mi float32 values, or 4 Mi codes of 8 bits and their scales."""
 
 
 @cache
@@ -41,7 +41,7 @@ def usual_chunk_elements(encoding: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PayloadHeader:
-    """Describes the bytes that follow. Not to be trusted before `check_header`."""
+    """Describes the bytes that follow. Do not trust it before `check_header`."""
 
     encoding: Name
     num_elements: Exact
@@ -50,7 +50,7 @@ class PayloadHeader:
     num_bytes: Exact
     """Bytes of all chunks together."""
     chunks_crc32c: Uint32
-    """Checksum of the whole: CRC-32C of each chunk's CRC-32C in order, 4 bytes each, little-endian."""
+    """Checksum of the whole payload: CRC-32C over the chunks' CRC-32Cs in order, 4 bytes each, little-endian."""
 
     @property
     def num_chunks(self) -> int:
@@ -193,8 +193,8 @@ class ChunkWriter:
 def decode_payload(payload: Payload, out: Tensor) -> None:
     """Decode a fragment into `out` (num_elements,) float32, contiguous, on any device.
 
-    Does not verify the checksum; `PayloadReceiver` does. Raises UnknownEncoding, and BadPayload: for sizes before
-    anything is written; for bytes with the index of chunk and block, after earlier chunks were written.
+    Does not verify the checksum; `PayloadReceiver` does. Raises UnknownEncoding and BadPayload. It finds wrong sizes
+    before it writes anything; for wrong bytes it names the chunk and the block, and earlier chunks are already written.
     """
     header = payload.header
     check_layout(header)
@@ -209,7 +209,7 @@ def decode_payload(payload: Payload, out: Tensor) -> None:
 
 
 def check_chunk(header: PayloadHeader, index: int, data: Tensor) -> None:
-    """Check that chunk `index`, as uint8, can be decoded. Raises BadPayload, with chunk and block."""
+    """Check that chunk `index`, as uint8, can be decoded. Raises BadPayload that names the chunk and the block."""
     bounds = header.chunk_slice(index)
     with of_chunk(index):
         get_codec(header.encoding).check(data, bounds.stop - bounds.start)
@@ -260,7 +260,7 @@ def _check_flat(values: Tensor, dtypes: tuple[torch.dtype, ...] = (torch.float32
 
 
 def as_tensor(data: Chunk, device: torch.device | str = "cpu") -> Tensor:
-    """View bytes as a read-only uint8 tensor, without a copy on a CPU."""
+    """View bytes as a uint8 tensor that must only be read; on a CPU this makes no copy."""
     return torch.frombuffer(data, dtype=torch.uint8).to(device)
 
 
@@ -284,7 +284,7 @@ class PayloadReceiver:
 
     def add(self, chunk: Chunk) -> None:
         """Take the next chunk. Raises BadPayload for a wrong size or one chunk too many, and BadChecksum if its frame
-        has another checksum; then the chunk is not kept."""
+        has another checksum. A refused chunk is not kept."""
         index = len(self._chunks)
         check_chunk_size(self.header, index, chunk)
         checksum, said = crc32c(chunk), said_crc32c(chunk)

@@ -36,7 +36,7 @@ class PlainCodec(Codec):
 
     def encode_values(self, values: Tensor, out: Tensor) -> None:
         self._check_size(out, values.numel())
-        for part in slices_of(values):  # on a device one slice, so that it waits only once
+        for part in slices_of(values):  # on a device there is one slice, so it waits only once
             least, greatest = torch.aminmax(values[part])
             absmax = torch.maximum(least.neg_(), greatest).item()  # waits for the device; NaN if there is one
             if not absmax <= FLOAT32_MAX:
@@ -103,7 +103,7 @@ def offered_names() -> tuple[str, ...]:
 def _source_of(name: str) -> str:
     try:
         return find(GROUP, name).source
-    except ConfigError:  # broken, but perhaps not needed; if it is, its use will report why
+    except ConfigError:  # broken, but perhaps not needed; if it is needed, using it reports why
         return ""
 
 

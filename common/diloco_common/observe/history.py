@@ -9,8 +9,8 @@ The lines, in the order in which each process writes them:
               accepted  learner, generation, fragment, round, epoch, base, tokens, steps
               declined  the same, outcome, code
               merging   fragment, version, contributions: [learner, generation, round, base, tokens, steps, counted];
-                        left_out, the same of those that are not merged (`influence.py`)
-              announced fragment, epoch, version, checksum, state, tokens_merged; companion, of those alone
+                        left_out, the same for those that are not merged (`influence.py`)
+              announced fragment, epoch, version, checksum, state, tokens_merged; companion (companions only)
               restored  the same, stored_epoch
     learner   born      role="learner", step, tokens
               stepped   step, tokens
@@ -24,8 +24,8 @@ Every line has `t`, in seconds. The `epoch` and `base` of a contribution name it
 its tokens count as merged, if not all. A shard writes `merging` before it computes a version, and `announced` once the
 version is durable, before any learner hears of it. A later epoch of the shard writes `restored` for the version with
 which it begins; `stored_epoch` is the epoch in the file name. `state` is a checksum of everything from which the shard
-continues, `checksum` one of the values that learners get. The leader of an island writes for all its ranks. It does not
-hold all values, so its `applied` has no checksum.
+continues; `checksum` is one of the values that learners get. The leader of an island writes for all its ranks. It does
+not hold all values, so its `applied` has no checksum.
 
 `since` is a learner's own count of tokens. As far as the learner knows, all work before it is merged. From `applied` on
 the learner counts its contribution to round `merged` as merged, because the version holds it, or its contribution to
@@ -67,7 +67,7 @@ class HistoryFile:
         os.write(self._file, line.encode() + b"\n")
 
     def close(self) -> None:
-        """May be repeated."""
+        """Close the file. May be repeated."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1

@@ -1,7 +1,7 @@
 """The HTTP server of every process: /metrics, /healthz, /readyz and /status.
 
 A few lines of ASGI, served by `http_listener.py`. The caller defines "ready" and the status. Answers that are slow to
-make are cached for a while: however often somebody asks, it takes only a fraction of the event loop.
+make are cached for a while, so they take only a fraction of the event loop's time, however often somebody asks.
 
 Over TLS (`TlsDoor`), /metrics and /status require a certificate; the other two are open to everybody.
 """
@@ -31,23 +31,23 @@ from diloco_common.wire.addresses import is_loopback, is_no_name, parse_address
 
 _PATHS = ("/metrics", "/healthz", "/readyz", "/status")
 HIDDEN = ("generation", "epoch")
-"""Parts of /status for authorized callers only. With them and the token, anybody could call as a learner."""
+"""Parts of /status that only authorized callers see: with them and the token, anybody could call as a learner."""
 Page: TypeAlias = Callable[[Mapping[str, str]], dict[str, Any]]
 """Returns JSON for the parameters of a query. Called in the event loop; raises ValueError if they make no sense."""
 REST = 10.0
-"""An answer is cached for this many times as long as it took to make, so answers take a tenth of a core at most."""
+"""An answer is cached for this many times the time it took to make, so answers take a tenth of a core at most."""
 _log = logging.getLogger("diloco.http")
 
 
 def check_http_is_meant(setting: str, address: str, security: SecuritySettings) -> None:
-    """Refuse an address that other machines reach, unless it is protected or meant to be open. Raises ConfigError."""
+    """Refuse an address that others can reach, unless it is protected or meant to be open. Raises ConfigError."""
     listen = parse_address(address)
     if is_loopback(listen.host) or security.insecure or security.token_file or security.tls:
         return
     raise ConfigError(
-        f"{setting} = {listen} is reachable from other machines, and nothing in `security` is set: whoever reaches it "
+        f"{setting} = {listen} is reachable from other machines, and nothing in `security` is set: anybody there "
         "sees the names and figures of all learners. Set security.tls (only observers and admins see them then) or "
-        "security.token_file (generations and epochs are then shown to few), or security.insecure = true if that is "
+        "security.token_file (generations and epochs then need the token), or security.insecure = true if that is "
         f"meant, or leave {setting} on 127.0.0.1"
     )
 
@@ -88,7 +88,7 @@ class HttpServer:
         self._listener = HttpListener(address, self._answer, door)
 
     async def start(self) -> str:
-        """Listen, and return the bound "host:port". From then on systemd is told of progress, too.
+        """Listen, and return the bound "host:port". From then on it also reports progress to systemd.
         Raises ConfigError or InUse."""
         address = await self._listener.start()
         self._watchdog = asyncio.create_task(feed_watchdog(lambda: self._alive()[0]), name="watchdog")
@@ -153,17 +153,17 @@ class HttpServer:
     async def _send_metrics(self, accept: str, send: Any) -> None:
         try:
             encode, content_type = choose_encoder(accept)
-        except (ValueError, TypeError):  # the version that it asks for is not a number
+        except (ValueError, TypeError):  # the caller asks for a version that is not a number
             encode, content_type = choose_encoder("")
         await _send(send, 200, content_type.encode(), self._kept.get(content_type, lambda: encode(self._registry)))
 
     def _is_authorised(self, scope: Mapping[str, Any]) -> bool:
-        """Whether the caller showed a certificate, calls from this machine by number, or sends the token."""
+        """Whether the caller has shown a certificate, calls this machine from itself by number, or sends the token."""
         if self._door is not None:
             return True  # checked before
         client = scope.get("client")
         if client is not None and is_loopback(client[0]) and is_no_name(_header(scope, b"host")):
-            return True  # by number: another site's host name may have led a browser here
+            return True  # by number: with a name, another site may have sent a browser here
         sent = _header(scope, b"authorization")
         return self._bearer_token is not None and hmac.compare_digest(
             sent.encode(), f"Bearer {self._bearer_token}".encode()
@@ -226,7 +226,7 @@ def finite(value: Any) -> Any:
 
 
 async def feed_watchdog(is_alive: Callable[[], bool], environ: Mapping[str, str] = os.environ) -> None:
-    """Tell systemd that this process makes progress, while it does, if its unit has `WatchdogSec`.
+    """As long as this process makes progress, tell systemd so, if its unit has `WatchdogSec`.
 
     Runs until cancelled. Returns at once if nobody listens.
     """

@@ -1,8 +1,8 @@
 """Serves an ASGI application with uvicorn in the caller's event loop, in plaintext or over TLS.
 
-uvicorn limits idle connections after their first answer, and nothing else; `docs/security.md` says what that leaves
-open. Health shares the port: with one of its own it answered no sooner under a flood of requests, and not at all either
-where silent connections held all files of the process. Certificates are optional, since probes ask for health without
+uvicorn limits how long connections are idle after their first answer, and nothing else; `docs/security.md` says what
+remains open. Health shares the port. On a port of its own it answered no sooner under a flood of requests, nor at all
+when silent connections held all files of the process. Certificates are optional, since probes ask for health without
 one. A certificate that the run's CA has not signed is refused.
 """
 
@@ -31,12 +31,12 @@ LOOKERS = (Scope.OBSERVER, Scope.ADMIN)
 
 
 class TlsDoor:
-    """Decides who may connect over TLS, and who may see metrics. Certificates may change between handshakes."""
+    """Decides who may connect over TLS, and who may see metrics. Its certificates may change between handshakes."""
 
     def __init__(self, files: Callable[[], TlsFiles], may_look: Callable[[Proof], bool] = lambda _: True) -> None:
-        """`files` returns the newest files, with a pair; the same object as before if nothing changed.
+        """`files` returns the newest files, with a pair; it is the same object as before if nothing changed.
 
-        `may_look`: a further check of a certificate, such as that it is not revoked.
+        `may_look`: a further check of a certificate, for example that it is not revoked.
         """
         self._files, self._may_look = files, may_look
         self._served = files()
@@ -72,11 +72,11 @@ class TlsDoor:
 
 
 def _context(files: TlsFiles) -> ssl.SSLContext:
-    assert files.pair is not None, "who serves has a certificate"
+    assert files.pair is not None, "a server has a certificate"
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.verify_mode = ssl.CERT_OPTIONAL
     context.load_verify_locations(cadata=files.ca.decode())
-    # Python loads a pair only from a file. Use the pair that was read and checked, not what is on disk by now.
+    # Python loads a pair only from a file. Use the pair that was read and checked, not the one on disk now.
     memory = os.memfd_create("pair")
     try:
         os.write(memory, b"\n".join(files.pair))
@@ -120,7 +120,7 @@ class HttpListener:
             server_header=False,
             proxy_headers=False,
             timeout_graceful_shutdown=1,
-            backlog=1,  # asyncio accepts so many at once, and without free files tries each again: a busy loop
+            backlog=1,  # asyncio accepts this many at once; without free files it retries each in a busy loop
             ssl_context_factory=None if door is None else lambda *_: door.context(),
         )
         self._server = uvicorn.Server(config)

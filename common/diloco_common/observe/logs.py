@@ -1,4 +1,4 @@
-"""One event per line with its identifiers, over the standard library's logging.
+"""One event per line with its identifiers, on top of the standard library's logging.
 
     log = Log("shard-0")
     log.event("round closed", fragment=3, version=7, participants=2)
@@ -67,7 +67,7 @@ class Repeats:
         return False, over
 
     def all(self) -> Sequence[Over]:
-        """What is left to report at the end."""
+        """The windows that are left to report at the end."""
         windows, self._windows = self._windows, {}
         return [Over(kind, window.counted, SAY_EVERY_S) for kind, window in windows.items() if window.counted]
 
@@ -139,14 +139,14 @@ def listen() -> None:
 
 
 def keep_quiet() -> None:
-    """For a library: without handlers of the process, nothing of ours is logged, not even warnings."""
+    """For a library: if the process has no handlers, log nothing of ours, not even warnings."""
     ours = logging.getLogger("diloco")
     if not ours.handlers:
         ours.addHandler(logging.NullHandler())
 
 
 class Handler(logging.StreamHandler[TextIO]):
-    """Writes the first lines of a kind, and then the number of further ones."""
+    """Writes the first lines of a kind, and then how many more there were."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream)
@@ -163,7 +163,7 @@ class Handler(logging.StreamHandler[TextIO]):
             super().emit(record)
 
     def close(self) -> None:
-        """Called at the end of the process, too."""
+        """Report what was only counted. Also called at the end of the process."""
         self._tell(self._repeats.all())
         super().close()
 

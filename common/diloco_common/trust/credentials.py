@@ -1,6 +1,6 @@
 """How to reach shards: their addresses, and the credentials of a caller.
 
-Everything is read again when it changes, so a learner may run longer than its certificate is valid. An address may be
+All files are read again when they change, so a learner may run longer than its certificate is valid. An address may be
 `@FILE`, the address file of a shard that may come back on another machine: the shard writes it atomically after binding
 its ports (`--address-file`).
 """
@@ -36,7 +36,7 @@ class Credentials:
         """`tls`: a folder of `diloco certs issue`. `token`: the bearer token, or a file that holds it.
         Raises ConfigError, SecretExposed, and WrongCall for a token that no header can carry."""
         if isinstance(token, str) and not _WORD.fullmatch(token):
-            raise WrongCall("token= is not one word of plain ASCII: give the bearer token")  # which is a secret
+            raise WrongCall("token= is not one word of plain ASCII: give the bearer token")  # do not quote a secret
         self._tls = None if tls is None else TlsFolder(tls)
         self._token_file = token if isinstance(token, Path) else None
         self._token = None if isinstance(token, Path) else token
@@ -52,7 +52,7 @@ class Credentials:
         return self._tls.files
 
     def files(self) -> TlsFiles:
-        """Like `tls`, where `security.tls` is set."""
+        """Like `tls`, for callers that know that `security.tls` is set."""
         files = self.tls()
         assert files is not None, "security.tls is set"
         return files
@@ -60,12 +60,12 @@ class Credentials:
     def token(self) -> str | None:
         """The newest token; the previous one if the file is gone or damaged."""
         if self._token_file is not None and stamp_of([self._token_file]) != self._token_stamp:
-            with contextlib.suppress(ConfigError):  # being written, or gone: the shard will say if that matters
+            with contextlib.suppress(ConfigError):  # being written, or gone: the shard says if that matters
                 self._read_token(self._token_file)
         return self._token
 
     def learner_id(self, wanted: str, run_id: str) -> str:
-        """The id to join under: the certificate's, if any; else `wanted`; else host name, process id and random part.
+        """The id to join with: the certificate's, if any; else `wanted`; else host name, process id and a random part.
         Raises ConfigError if the certificate is for another id, and BadRequest."""
         files = self.tls()
         subject = None if files is None else files.subject
@@ -111,13 +111,13 @@ class Whereabouts:
         self._stamp: Stamp = ()
 
     def now(self) -> str:
-        """host:port; the last known one while the file is gone, as the shard may still be there.
+        """host:port; while the file is gone, the last known one, since the shard may still be there.
         Raises Unavailable if the shard has never had an address."""
         if self._file is not None and (stamp := stamp_of([self._file])) != self._stamp:
             found = read_address(self._file)
             if found is not None and found.role == "shard" and found.grpc:
                 self._address = found.grpc
-                self._stamp = stamp  # only now: a failed read is repeated, even if the file does not change
+                self._stamp = stamp  # only after success: a failed read is repeated even if the file does not change
             elif stamp == MISSING:
                 self._stamp = stamp
         if not self._address:

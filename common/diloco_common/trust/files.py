@@ -1,12 +1,12 @@
-"""The files of those who trust each other: certificates, the bearer token, and the deny-list.
+"""The files that callers and shards use to trust each other: certificates, the bearer token, and the deny-list.
 
-A folder of TLS has ca.pem, cert.pem and key.pem, as `diloco certs issue` writes it; `rpc.py` makes gRPC credentials of
-them. The deny-list has revoked certificates, by serial, as `diloco certs revoke` writes it:
+A TLS folder has ca.pem, cert.pem and key.pem, as `diloco certs issue` writes it; `rpc.py` makes gRPC credentials from
+them. The deny-list names revoked certificates by serial, as `diloco certs revoke` writes it:
 
     {"revoked": [{"serial": "7a01...", "who": "diloco://run/learner/a", "at": "2026-11-22 14:00 UTC"}]}
 
-All are read again when they change, so a certificate is renewed without a restart. Nobody else may read a file with a
-secret.
+All files are read again when they change, so a certificate can be renewed without a restart. Only the owner may read a
+file with a secret.
 """
 
 from __future__ import annotations
@@ -85,10 +85,9 @@ class TlsFolder:
         self.files = self._read()
 
     def refresh(self) -> bool:
-        """Read the files again if they changed; returns whether there are new ones. Files that do not match are
-        ignored.
+        """Read the files again if they changed; return whether there are new ones. Ignores files that do not match.
 
-        A renewal writes several files. In between, the pair does not match; the next look finds it.
+        A renewal writes several files. In between, the pair does not match; a later call finds the complete pair.
         """
         stamp = stamp_of([self._folder / name for name in (CA, CERTIFICATE, KEY)])
         if stamp == self._stamp:
@@ -145,7 +144,7 @@ def proof_of(pem: bytes) -> Proof:
 
 
 def serial_text(serial: int) -> str:
-    """A serial as in lists and the deny-list."""
+    """A serial as lists and the deny-list show it."""
     return format(serial, "x")
 
 
@@ -213,21 +212,21 @@ def read_private(path: Path) -> bytes:
             return file.read()
     what = f"chown {user} {path} && chmod 600 {path}" if found.st_uid not in (user, _ROOT) else f"chmod 600 {path}"
     raise SecretExposed(
-        f"{path}: {exposed} (mode {stat.S_IMODE(found.st_mode):04o}), and a secret is for its owner alone: {what}"
+        f"{path}: {exposed} (mode {stat.S_IMODE(found.st_mode):04o}), but only its owner may read a secret: {what}"
     )
 
 
 def exposure(mode: int, owner: int, group: int, user: int, groups: Collection[int]) -> str | None:
-    """Who besides us can access a file with these permission bits, as text; None: nobody.
+    """A text that says who besides us can access a file with these permission bits; None: nobody.
 
-    Our own file must be for us alone. A file of root's may be readable for a group: one of our `groups`, as Kubernetes
-    mounts a secret (root, fsGroup, 0440), or root's own. The latter is how systemd's credentials look: an access list
-    names the service, and its mask shows as the group bits.
+    Only we may access our own file. A group may read a file that root owns: one of our `groups`, as Kubernetes mounts a
+    secret (root, fsGroup, 0440), or root's own group. Systemd's credentials look like the latter: an access list names
+    the service, and its mask appears as the group bits.
     """
     if owner not in (user, _ROOT):
         return f"it belongs to user {owner}"
     if mode & (stat.S_IROTH | stat.S_IWOTH):
-        return "everybody can get at it"
+        return "everybody can access it"
     if mode & stat.S_IWGRP:
         return f"group {group} can change it"
     if mode & stat.S_IRGRP and not (owner == _ROOT and (group == _ROOT or group in groups)):
@@ -251,7 +250,7 @@ class Revocation:
 
 class DenyList:
     def __init__(self, path: Path | None, *, is_required: bool = False) -> None:
-        """`path`: None: nothing is ever revoked. `is_required`: the file must exist. Raises ConfigError."""
+        """`path`: if None, nothing is ever revoked. `is_required`: the file must exist. Raises ConfigError."""
         self._path = path
         self._stamp: Stamp = () if path is None else stamp_of([path])
         self.serials: frozenset[str] = frozenset()
@@ -261,7 +260,7 @@ class DenyList:
             self._read(path)
 
     def refresh(self) -> frozenset[str]:
-        """Read the file again if it changed; returns newly listed serials.
+        """Read the file again if it changed; return the newly listed serials.
 
         A file that is gone, damaged or incomplete changes nothing: the previous list stays in force.
         """
@@ -298,9 +297,9 @@ def write_revocations(path: Path, revocations: list[Revocation]) -> None:
 
 
 def normal_serial(text: str) -> str:
-    """A serial in our form, from any usual form. Raises ValueError if it is none.
+    """A serial in our form, from any usual form. Raises ValueError if the text is not a serial.
 
-    A JSON number is not accepted: it could mean decimal or hexadecimal digits.
+    A JSON number is refused: its digits could be decimal or hexadecimal.
     """
     if not isinstance(text, str):
         raise ValueError(f"a serial is text, not {text!r:.80}")

@@ -1,4 +1,4 @@
-"""Who calls, and what it may do: the same for every transport, and known before the first payload byte.
+"""Who the caller is, and what it may do. This is the same for every transport, and known before any payload byte.
 
 A caller names itself. If a certificate proves it, the certificate's scope decides which calls it may make.
 """
@@ -71,7 +71,7 @@ def _is_index(name: str) -> bool:
 class Proof:
     subject: Subject
     serial: str
-    """The certificate's: lower-case hexadecimal digits without leading zeros."""
+    """The certificate's serial: lower-case hexadecimal digits without leading zeros."""
     expires: float
     """Seconds since 1970."""
 
@@ -95,7 +95,7 @@ class Identity:
 
     run_id: str
     learner_id: str = ""
-    """Empty: an observer."""
+    """Empty: the caller is an observer."""
     generation: int = 0
     """0: no lease (a Join, or an observer)."""
     epoch: int = 0
@@ -109,9 +109,9 @@ class Identity:
 
     @property
     def account(self) -> str:
-        """Who is charged for calls without a lease: the proven identity, else the caller's host.
+        """Who is charged for calls without a lease: the proven identity, or else the caller's host.
 
-        So learners behind one proxy or NAT do not use up each other's share once they prove who they are.
+        So learners behind one proxy or NAT do not use up each other's share if they prove who they are.
         """
         if self.proof is not None:
             subject = self.proof.subject
@@ -119,7 +119,7 @@ class Identity:
         return self.peer
 
     def check_may(self, *calls: str) -> None:
-        """Raises WrongIdentity unless it may make one of these calls. Without proof, everything is allowed."""
+        """Raises WrongIdentity unless it may make one of these calls. Callers without proof may make any call."""
         if self.proof is None or not MAY[self.proof.subject.scope].isdisjoint(calls):
             return
         raise WrongIdentity(f"{self.proof.subject} may not call {calls[0]}; that is for other scopes")

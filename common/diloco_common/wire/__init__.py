@@ -1,1 +1,1 @@
-"""The messages between both sides: values, their limits, and the conversion to protobuf."""
+"""The messages between learners and shards: values, their limits, and the conversion to protobuf."""

@@ -1,7 +1,7 @@
 """Addresses: split, parse and bind them, and name the process that already has a port.
 
 HTTP takes the bound socket. gRPC binds by itself: pass it `str(parse_address(...))` and the option `grpc.so_reuseport`
-0, and raise `in_use(address)` if it cannot have the port.
+0, and raise `in_use(address)` if it does not get the port.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def is_loopback(host: str) -> bool:
 def is_no_name(host: str) -> bool:
     """Whether a Host header is a number or localhost, with or without a port.
 
-    Another site can make its own name point to this machine, and read whatever its visitor may (DNS rebinding). A
-    number or localhost cannot be such a name.
+    Another site can make its own name point to this machine, and then read whatever its visitor may read (DNS
+    rebinding). A number or localhost cannot be such a name.
     """
     before, _, port = host.rpartition(":")
     name = (before if port.isdigit() else host).strip("[]").lower()
@@ -137,7 +137,7 @@ def bound_address(sock: socket.socket) -> Address:
 
 
 def in_use(address: str) -> InUse:
-    """The error for a port in use. It names the process that has it, if /proc tells."""
+    """The error for a port in use. It names the process that has the port, if /proc shows it."""
     wanted = parse_address(address)
     pid = who_listens(wanted.port)
     owner = "another process" if pid is None else f"process {pid} ({_command(pid)})"
@@ -228,6 +228,6 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def dialable(address: str) -> str:
-    """The address at which a process of the same machine reaches a listener."""
+    """The address at which a process on the same machine reaches a listener."""
     host, _, port = address.rpartition(":")
     return f"127.0.0.1:{port}" if host in ("", "0.0.0.0", "[::]", "::") else address

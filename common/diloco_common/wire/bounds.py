@@ -1,10 +1,10 @@
 """The limits of numbers, texts and lists that a caller sends.
 
-A value of `messages.py` has the limit of each field in its annotation. `by_name.py` checks it on both sides, before the
-message becomes a value. Fields without one are flags, messages, enums, the bytes of a chunk, or the text of a refusal,
-which is cut (`errors.plain`). Values within the limits fit everything that stores them later: int64, JSON, the 12
-digits in file names, and float64 without loss. Counters that add them up stop at their own limit, below that of the
-wire. Checks that no limit can express, such as whether a learner can have trained so much, are the shard core's.
+The values of `messages.py` have the limit of each field in its annotation. `by_name.py` checks it on both sides, before
+the message becomes a value. Fields without a limit are flags, messages, enums, the bytes of a chunk, or the text of a
+refusal, which is cut (`errors.plain`). Values within the limits fit everything that stores them later: int64, JSON, the
+12 digits in file names, and float64 without loss. Counters that add them up stop at their own limit, below that of the
+wire. The shard's core makes checks that no limit can express, such as whether a learner can have trained so much.
 
 `has_at_most` and `size_of` look at the bytes of a message before it is parsed: a parser makes an object for every
 entry, even one of two bytes, and 4 MiB of message would become 100 MiB before anybody could refuse it. The encoding:
@@ -21,15 +21,15 @@ from diloco_common.errors import BadRequest
 
 FRAGMENTS_MAX = 4096
 TENSORS_MAX = 2**16
-"""Tensors of a model. An adapter with 128 experts in each of 60 layers, three times two tensors each, has 46,080."""
+"""Tensors of a model. An adapter with 60 layers of 128 experts with three pairs of tensors each has 46,080."""
 TENSOR_NAME_MAX = 512
 TENSOR_NAMES_MAX = 16 << 20
 """Characters of all names together, with prefixes (`Tensor.prefix`) written out."""
 DIMENSIONS_MAX = 8
 FROZEN_MAX = 8192
-"""Frozen tensors compared; a learner with more combines several. A shard looks at them within 50 ms."""
+"""Frozen tensors compared; a learner with more combines several. A shard checks them within 50 ms."""
 FROZEN_BYTES_MAX = 64 << 10
-"""Bytes of all frozen tensors up to which their values are sent: enough for constants, not for a base model."""
+"""Values of frozen tensors are sent up to this many bytes in all: enough for constants, not for a base model."""
 TIES_MAX = 4096
 """Keys of a state_dict; a learner with more omits the rest."""
 JOIN_ENTRIES_MAX = TENSORS_MAX + FROZEN_MAX + TIES_MAX + FRAGMENTS_MAX + 128
@@ -47,7 +47,7 @@ TOKENS_COUNTED_MAX = TOKENS_MERGED_MAX // 2
 VERSION_MAX = 2**39
 """Limit of the wire; the name of a version file has 12 digits."""
 VERSION_KEPT_MAX = VERSION_MAX // 2
-"""Limit of a version file, below that of the wire by as many further versions: eight years at a thousand a second."""
+"""Limit of a version file. The wire's limit leaves room for as many versions again: eight years at 1000 a second."""
 EPOCH_KEPT_MAX = 10**12 - 1
 """Limit of a version file; the name of an epoch file has 12 digits."""
 NAME_MAX = 64
@@ -62,7 +62,7 @@ TIME_MAX_S = 2.0**32
 AWAY_MAX = 64
 """Shards that a learner reports as away; it omits the rest."""
 ADDRESS_MAX = 260
-"""A name of DNS, which has up to 253 characters, and a port."""
+"""A DNS name, which has up to 253 characters, and a port."""
 RULES_MAX = 512
 """Characters of the description of a shard's rules."""
 
@@ -76,7 +76,7 @@ class FieldLimit:
     counts: str = ""
     """Unit of a length: "characters", "entries" or "bytes". Empty: the field is a number."""
     is_dropped: bool = False
-    """Values beyond it count as absent instead of being refused: only people look at them."""
+    """Values beyond the limit count as absent instead of being refused, because only people look at them."""
 
     def holds(self, value: Any) -> bool:
         """False for NaN."""
@@ -93,7 +93,7 @@ FragmentId: TypeAlias = Annotated[int, FieldLimit(FRAGMENTS_MAX - 1)]
 Version: TypeAlias = Annotated[int, FieldLimit(VERSION_MAX)]
 TokensMerged: TypeAlias = Annotated[int, FieldLimit(TOKENS_MERGED_MAX)]
 Exact: TypeAlias = Annotated[int, FieldLimit(2**53)]
-"""Up to the last integer that float64 counts to, as JSON has them: epochs, generations and sizes."""
+"""Integers that float64, and so JSON, holds exactly: epochs, generations and sizes."""
 Uint32: TypeAlias = Annotated[int, FieldLimit(2**32 - 1)]
 Seconds: TypeAlias = Annotated[float, FieldLimit(TIME_MAX_S)]
 Name: TypeAlias = Annotated[str, NAME]
@@ -104,7 +104,7 @@ Sha256: TypeAlias = Annotated[bytes, FieldLimit(32, counts="bytes")]
 PART_FIELDS_MAX = 16
 """Fields of a message of Push or Pull that is not one of our frames."""
 HEADER_BYTES_MAX = 20 * RANGES_MAX
-"""Bytes of the headers of Push and Pull; one with all its ranges has 18 for each."""
+"""Bytes of the headers of Push and Pull; each range takes 18."""
 MESSAGE_BYTES_MAX: Mapping[str, int] = {
     "JoinRequest": 4 << 20,
     "Progress": 32 << 10,
@@ -117,11 +117,11 @@ MESSAGE_BYTES_MAX: Mapping[str, int] = {
     "PushResponse": 8 << 10,
     "PullResponse": (4 << 20) + (128 << 10),
 }
-"""Bytes of messages of both sides, checked before parsing. A chunk has up to `payload.CHUNK_BYTES_MAX`."""
+"""Maximum bytes of messages of both sides, checked before parsing. A chunk has up to `payload.CHUNK_BYTES_MAX`."""
 
 
 def check(what: str, value: Any, limit: FieldLimit) -> None:
-    """Raises BadRequest, which names the field (`what`), the value and the limit."""
+    """Raises a BadRequest that names the field (`what`), the value and the limit."""
     if not limit.holds(value):
         raise beyond(what, value, limit)
 
@@ -213,7 +213,7 @@ def size_of(data: bytes, number: int, entries: int) -> int | None:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """The value, and the offset of its end."""
+    """The value, and the offset where it ends."""
     end = _end_of_varint(data, at)
     return sum((byte & 0x7F) << 7 * index for index, byte in enumerate(data[at : min(end, at + 10)])), end
 

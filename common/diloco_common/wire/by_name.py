@@ -1,8 +1,8 @@
 """Converts plain values to messages of diloco.v1 and back, by the names of their fields.
 
 A value of `messages.py` has the same field names as its message, so one converter serves all; annotations give the
-types and the limits, which are checked before anything becomes a value. Exceptions are data, at the top: differing
-names of messages, and values that are two fields of a message.
+types and the limits, which are checked before anything becomes a value. The tables at the top list the exceptions:
+messages with other names, and values that take two fields of a message.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from diloco_protos import parameter_server_pb2 as pb
 V = TypeVar("V")
 M = TypeVar("M", bound=Message)
 CALLED: Mapping[type, str] = {JoinAnswer: "JoinResponse", PushAnswer: "PushResponse", PayloadHeader: "Payload"}
-"""Messages with another name than their values."""
+"""Values -> their messages, if these have other names."""
 PAIRS: Mapping[tuple[type, str], tuple[str, str]] = {
     (PullRequest, "have"): ("epoch", "have_version"), (PullRequest, "want"): ("want_epoch", "want_version"),
 }  # fmt: skip
-"""Values that are two fields of a message. The second field tells whether the value is present."""
+"""Values that take two fields of a message. The second field tells whether the value is present."""
 
 
 class Field(NamedTuple):
@@ -36,7 +36,7 @@ class Field(NamedTuple):
     read: Callable[[Any], Any]
     """Message -> value."""
     write: Callable[[Any], Mapping[str, Any]]
-    """Value -> fields of a message; None: it is absent."""
+    """Value -> fields of a message. The value is None if it is absent."""
 
 
 class Conversion(NamedTuple):
@@ -44,9 +44,9 @@ class Conversion(NamedTuple):
 
     fields: tuple[Field, ...]
     limits: tuple[tuple[str, FieldLimit], ...]
-    """Of fields of the message. Those whose values are dropped beyond it are not among them."""
+    """Limits of fields of the message, except of fields whose values are dropped beyond their limit."""
     limits_of_entries: tuple[tuple[str, FieldLimit], ...]
-    """Of each entry of a list."""
+    """Limits of each entry of a list."""
 
 
 Special = Mapping[tuple[type, str], Field]
@@ -166,7 +166,7 @@ def _hints(kind: type, *, include_extras: bool = False) -> dict[str, Any]:
 
 
 def _present(hint: Any) -> Any:
-    """The type of a value that is there, if it may be absent."""
+    """The type of a value when it is present, if it may be absent."""
     if get_origin(hint) not in (Union, types.UnionType):
         return hint
     return next(one for one in get_args(hint) if one is not type(None))

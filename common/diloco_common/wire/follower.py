@@ -1,7 +1,7 @@
-"""Follows the announcements of a shard or a mirror: starts with the current versions, again whenever the stream breaks.
+"""Follows the announcements of a shard or a mirror. It starts with the current versions, also after a broken stream.
 
 It never goes back: a shard whose epoch is from before a standby's promotion counts as away. If it has no time for all
-versions, it skips to the newest. `read_version` reads one, for whoever pulls.
+versions, it skips to the newest. Everything that pulls a version reads it with `read_version`.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ class Behind(NamedTuple):
 
     versions: int
     seconds: float
-    """Since it first lacked one of these, or last heard anything."""
+    """Time since it first lacked one of these versions, or last heard anything."""
 
 
 class Keeps(Protocol):
     def joined(self, answer: JoinAnswer) -> None:
-        """The shard has described the run. Raises DilocoError."""
+        """Called when the shard has described the run. Raises DilocoError."""
 
     def hear(self, directive: Directive) -> None:
-        """Any other message of the shard."""
+        """Called with any other message of the shard."""
 
     async def take(self, committed: Committed) -> None:
         """Get this version. Raises Refusal, Unavailable, OSError; VersionGone if there is a newer one."""
@@ -175,7 +175,7 @@ async def read_version(
     answer: AsyncGenerator[PullHeader | Chunk, None], request: PullRequest, num_elements: int,
     heard: Callable[[], None] = lambda: None,
 ) -> tuple[PullHeader, Payload | None]:  # fmt: skip
-    """Read the answer to a Pull, and close it; no payload if the caller already has that version.
+    """Read the answer to a Pull, and close it. There is no payload if the caller already has that version.
 
     `heard` is called for the header and for each chunk. Raises Unavailable, or a Refusal of the call or of the answer.
     """
@@ -195,8 +195,8 @@ async def read_version(
         have = request.have[1] if request.have is not None else None
         if header.base_version is not None and header.base_version != have:
             raise BadRequest(
-                f"fragment {header.fragment_id} came as a change since version {header.base_version}, "
-                "which is not what was asked for"
+                f"fragment {header.fragment_id} arrived as a change since version {header.base_version}, "
+                "but the caller asked for something else"
             )
         receiver = PayloadReceiver(header.payload)
         async for part in parts:

@@ -39,8 +39,8 @@ class GrpcTransport:
     """The calls of one learner or observer to one shard."""
 
     def __init__(self, address: str, credentials: Credentials | None = None, *, waits_for_shard: bool = False) -> None:
-        """`address`: host:port or `@FILE` (credentials.py). `credentials`: None: send none, and do not encrypt.
-        `waits_for_shard`: Join waits for an absent shard."""
+        """`address`: host:port or `@FILE` (credentials.py). `credentials`: if None, send none, and do not encrypt.
+        `waits_for_shard`: Join waits until an absent shard is there."""
         self._credentials = credentials or Credentials()
         where = Whereabouts(address)
         self._waits_for_shard = waits_for_shard
@@ -110,7 +110,7 @@ class GrpcTransport:
 
 
 class _RenewedChannel:
-    """One channel, replaced when certificate or address change: gRPC fixes these when a channel is made."""
+    """One channel, replaced when the certificate or the address changes: gRPC fixes both when it makes a channel."""
 
     def __init__(self, where: Whereabouts, options: list[tuple[str, int]], credentials: Credentials) -> None:
         self._where, self._options, self._credentials = where, options, credentials
@@ -152,7 +152,7 @@ class _RenewedChannel:
 
 
 class _Probe:
-    """Finds out why no connection comes about: at the first failure, and then less and less often."""
+    """Finds out why connecting fails: at the first failure, and then less and less often."""
 
     def __init__(self, where: Whereabouts, credentials: Credentials) -> None:
         self._where, self._credentials = where, credentials
@@ -161,7 +161,7 @@ class _Probe:
         self._wait_s = DIAL_S
 
     async def explained(self, error: grpc.aio.AioRpcError) -> DilocoError:
-        """The shard's Refusal, or the cause if no connection came about; else Unavailable."""
+        """The shard's Refusal; or the cause, if connecting failed and it is known; else Unavailable."""
         if (refusal := rpc.refusal_of(error)) is not None:
             self._wait_s, self._next_at, self._found = DIAL_S, 0.0, None
             return refusal

@@ -1,8 +1,8 @@
-"""Finds out why no call gets through: for any failed handshake, gRPC says "Socket closed".
+"""Finds out why no call gets through: gRPC says only "Socket closed", whatever made the handshake fail.
 
-`find_cause` looks at the certificates and dials with Python's ssl. In TLS 1.3 the server checks the caller's
-certificate after the caller's side of the handshake is done. So a refusal shows only at the first read: as an alert or,
-from gRPC, as the end of the connection.
+`find_cause` checks the certificates and connects with Python's ssl. In TLS 1.3 the server checks the caller's
+certificate after the caller's side of the handshake is done. So the caller sees a refusal only at its first read: as an
+alert or, from gRPC, as the end of the connection.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from diloco_common.wire.addresses import parse_address
 from diloco_common.wire.calls import DIAL_S
 
 HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
-"""The first bytes of an HTTP/2 client, with empty settings. A server answers with its own."""
+"""The first bytes of an HTTP/2 client, with empty settings. A server answers with its own settings."""
 SETTINGS = b"\4"
 """Type of a server's first frame, at offset 3."""
 EXPIRED, NOT_YET_VALID, HOST_DIFFERS, IP_DIFFERS = 10, 9, 62, 64
@@ -38,7 +38,7 @@ EXPIRED, NOT_YET_VALID, HOST_DIFFERS, IP_DIFFERS = 10, 9, 62, 64
 
 
 def find_cause(address: str, files: TlsFiles | None) -> HandshakeFailed | None:
-    """Why a caller with these files gets no call through to host:port. None: unknown, or all is well now.
+    """Why calls with these files do not get through to host:port. None: the cause is unknown, or all is well now.
 
     Takes up to three times `DIAL_S`, and blocks meanwhile. Raises no network errors.
     """
@@ -46,7 +46,7 @@ def find_cause(address: str, files: TlsFiles | None) -> HandshakeFailed | None:
         if files is None:
             return _plaintext_cause(address)
         return _own_cause(files, datetime.now(UTC)) or _tls_cause(address, files)
-    except OSError:  # nobody there, or gone in the middle: gRPC reports that well enough
+    except OSError:  # nobody listens, or the connection broke: gRPC reports that well enough
         return None
 
 
@@ -59,13 +59,13 @@ def _plaintext_cause(address: str) -> HandshakeFailed | None:
     except ssl.SSLError:
         return _http_cause(address)
     return TlsMismatch(
-        f"{address} speaks TLS, and this caller plaintext; set security.tls (tls= of join) to the folder that "
+        f"{address} speaks TLS, but this caller plaintext; set security.tls (tls= of join) to the folder that "
         "`diloco certs issue` made for it"
     )
 
 
 def _http_cause(address: str) -> NotAShard | None:
-    """The port speaks HTTP; if it is a shard's, its status tells where the shard listens. Raises OSError."""
+    """The error for an HTTP port. If it is a shard's, its status says where the shard listens. Raises OSError."""
     wanted = parse_address(address)
     asked = http.client.HTTPConnection(wanted.host, wanted.port, timeout=DIAL_S)
     try:
@@ -75,7 +75,7 @@ def _http_cause(address: str) -> NotAShard | None:
     except http.client.BadStatusLine:  # most likely gRPC
         return None
     except (http.client.HTTPException, ValueError, TypeError, KeyError, ConfigError):
-        return NotAShard(f"{address} is an HTTP port, and no shard; give the address of gRPC (shard.listen)")
+        return NotAShard(f"{address} is an HTTP port, not a shard; give the address of gRPC (shard.listen)")
     finally:
         asked.close()
     return NotAShard(
@@ -97,11 +97,11 @@ def _own_cause(files: TlsFiles, now: datetime) -> HandshakeFailed | None:
         )
     if now < begins:
         return CertificateNotValid(
-            f"{whose} is valid from {shown(begins)}, and this machine's clock says {shown(now)}; set the clock"
+            f"{whose} is valid from {shown(begins)}, but this machine's clock says {shown(now)}; set the clock"
         )
     if not any(_has_signed(ca, certificate) for ca in x509.load_pem_x509_certificates(files.ca)):
         return ForeignCertificate(
-            f"{whose} is not of the CA beside it; copy the whole folder of one `diloco certs issue`"
+            f"{whose} is not from the CA beside it; copy the whole folder of one `diloco certs issue`"
         )
     return None
 
@@ -127,14 +127,14 @@ def _tls_cause(address: str, files: TlsFiles) -> HandshakeFailed | None:
     except ssl.SSLError as error:
         if error.reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG"):
             return TlsMismatch(
-                f"{address} speaks plaintext, and this caller TLS; give the shard a certificate (security.tls), or "
+                f"{address} speaks plaintext, but this caller TLS; give the shard a certificate (security.tls), or "
                 "leave security.tls (tls= of join) out here"
             )
         return _refused(address, files) if "ALERT" in (error.reason or "") else None
 
 
 def _first_words(address: str, files: TlsFiles, sock: ssl.SSLSocket) -> HandshakeFailed | None:
-    """Say hello after the handshake. Raises SSLError for an alert, OSError."""
+    """Say hello after the handshake, and see whether the shard answers. Raises SSLError for an alert, OSError."""
     try:
         sock.sendall(HELLO)
         answer = sock.recv(9)
@@ -147,11 +147,11 @@ def _refused(address: str, files: TlsFiles) -> HandshakeFailed:
     """The shard ended the connection because of the caller's certificate, or because there was none."""
     if files.pair is None:
         return ForeignCertificate(
-            f"{address} asks for a certificate, and {files.folder} holds none; copy the whole folder that "
+            f"{address} asks for a certificate, but {files.folder} holds none; copy the whole folder that "
             "`diloco certs issue` made"
         )
     return ForeignCertificate(
-        f"{address} does not take the certificate in {files.folder}: its CA is another one, or its clock is wrong; "
+        f"{address} does not take the certificate in {files.folder}: it has another CA, or its clock is wrong; "
         "compare ca.pem and the clocks on both sides"
     )
 
@@ -167,7 +167,7 @@ def _shards_certificate(address: str, files: TlsFiles, error: ssl.SSLCertVerific
     if error.verify_code == NOT_YET_VALID:
         when = shown(found.not_valid_before_utc) if found else "later"
         return CertificateNotValid(
-            f"the certificate of {address} is valid from {when}, and this machine's clock says {shown(now)}; "
+            f"the certificate of {address} is valid from {when}, but this machine's clock says {shown(now)}; "
             "set the clock"
         )
     if error.verify_code in (HOST_DIFFERS, IP_DIFFERS):
@@ -177,13 +177,13 @@ def _shards_certificate(address: str, files: TlsFiles, error: ssl.SSLCertVerific
             f"or issue it again with --host {host}"
         )
     return ForeignCertificate(
-        f"the certificate of {address} is not of the CA in {files.folder} ({error.verify_message}); both sides need "
+        f"the certificate of {address} is not from the CA in {files.folder} ({error.verify_message}); both sides need "
         "the same ca.pem, unless somebody else answers there"
     )
 
 
 def certificate_at(address: str) -> x509.Certificate | None:
-    """The certificate of a port, whoever issued it; None: no certificate, or nobody is there."""
+    """The certificate of a port, whoever issued it; None: it has no certificate, or nobody listens."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:

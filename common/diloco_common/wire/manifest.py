@@ -1,11 +1,11 @@
 """The manifest: how a model is cut into fragments and placed on shards.
 
-Learners and shards compute the manifest from the tensors, P and the number of shards. So the manifest is never sent;
-only its digest is, and it must agree everywhere. Pure; no tensor data here.
+Learners and shards compute the manifest from the tensors, P and the number of shards. So nobody sends the manifest;
+only its digest is sent, and it must be the same everywhere. Pure; this file handles no tensor data.
 
-The cut: tensors larger than 1/P of the model are split by rows into pieces. Then each piece goes to the lightest
-fragment, largest piece first, ties by name (greedy bin packing). This keeps peak bandwidth low. Fragments go to shards
-by the same rule.
+The cut works like this: tensors larger than 1/P of the model are split by rows into pieces. Then each piece goes to the
+lightest fragment, largest piece first, ties by name (greedy bin packing). This keeps peak bandwidth low. Fragments go
+to shards by the same rule.
 
 Tensors of other kinds (`TRAITS`) are cut and placed by the same rule, each kind separately. Their fragments come after
 those of the parameters, which stay the same. A fragment of buffers is no smaller than those of parameters. Buffers that
@@ -40,19 +40,19 @@ class Traits:
 
     is_of_model: bool = False
     """Whether the run trains it: it takes the outer steps of the settings, its tokens and versions are the progress of
-    the run, and it stops at the end of the budget. Other kinds take the merged values of learners, as long as these go
-    on."""
+    the run, and it stops at the end of the budget. Other kinds take the learners' merged values as long as learners
+    train."""
     norms_tell: bool = False
-    """Whether an unusual norm means a sick learner. Not for momentum: it begins at zero, and grows by any factor."""
+    """Whether an unusual norm means a sick learner. Not for momentum, which begins at zero and grows by any factor."""
     feeds_back: bool = False
-    """Whether the encoding error goes into the next contribution. Not for momentum: an inner step forgets a part of it,
-    so the next contribution holds the error already."""
+    """Whether the encoding error is added to the next contribution. Not for momentum: an inner step forgets a part of
+    it, so the next contribution already holds the error."""
     is_exported: bool = True
-    """Whether a file of the model holds it."""
+    """Whether a model file contains it."""
     every: str | None = None
-    """The setting in `sync` with H of these fragments, as a multiple of the model's H."""
+    """The setting in `sync` that gives H of these fragments, as a multiple of the model's H."""
     encoding: str | None = None
-    """Encoding on the wire; None: the run's. Neither counters nor variances may be rounded in blocks."""
+    """Encoding on the wire; None: the run's. Counters and variances must not be rounded in blocks."""
     is_whole: bool = False
     """Whether learners contribute values instead of differences. They count until the learner contributes again, and a
     version overwrites them, since nobody knows which part is progress."""
@@ -75,17 +75,17 @@ Rule = Literal["run", "mean", "variance", "most", "one"]
     run        the run's merge rule
     mean       the mean, whatever the run's rule: embeddings and output heads, momentum, most buffers
     variance   of `running_var`: the mean of the variances, plus the variance of the module's `running_mean`
-    most       the largest: counters
+    most       the largest value: counters
     one        the values of the learner with the most weight, for tensors that have no mean
 """
 Dtype = Literal["float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"]
 """Dtype of a buffer in the model, restored in exports."""
 MEAN, VARIANCE = "running_mean", "running_var"
-"""The last part of their names."""
+"""The last part of the names of these buffers."""
 
 Momentum = Literal["Adam", "Muon", "SGD"]
-"""Type of optimizer that keeps it. Only momentum of one type is averaged: Adam (and AdamW) and Muon keep a mean of
-gradients, over different times; SGD keeps their sum, which is ten times as long for mu = 0.9."""
+"""Type of the optimizer that keeps the momentum. Only momentum of one type is averaged: Adam (and AdamW) and Muon keep
+a mean of gradients, over different times; SGD keeps their sum, which is ten times as long for mu = 0.9."""
 
 
 class TensorSpec(NamedTuple):
@@ -108,13 +108,13 @@ class TensorSpec(NamedTuple):
 
     @property
     def mark(self) -> str:
-        """What it is besides a parameter; "" for one."""
+        """What the tensor is, if it is not a parameter; "" for a parameter."""
         if self.kind == "buffer":
             return f"buffer {self.rule} {self.dtype}"
         return "companion" if self.kind == "momentum" else ""
 
     def as_json(self) -> list[Any]:
-        """The form in version files and checkpoints: name, shape, whether merged by the mean; for momentum also true.
+        """The form in version files and checkpoints: name, shape, whether the mean merges it; for momentum also true.
         For a buffer: name, shape, rule, dtype."""
         if self.kind == "buffer":
             return [self.name, list(self.shape), self.rule, self.dtype]
@@ -125,9 +125,9 @@ class Tie(NamedTuple):
     """Where the model's state_dict differs from the tensors: a key that is not the name of its tensor."""
 
     name: bounds.TensorName
-    """The key; "": no key is named like `of`."""
+    """The key; "": no key has the name in `of`."""
     of: bounds.TensorName
-    """Name of the tensor; "": one that is not shared."""
+    """Name of the tensor; "": the tensor is not shared."""
 
 
 BUFFER_RULES: tuple[Rule, ...] = ("mean", "variance", "most", "one")
@@ -144,7 +144,7 @@ def spec_of(entries: Sequence[Any]) -> TensorSpec:
             return TensorSpec(name, tuple(shape), "mean" if rule else "run", "momentum" if marks else "parameter")
         case str(), str(dtype):
             return buffer_spec(name, tuple(shape), rule, dtype)
-    raise ValueError(f"tensor {name[:64]!r} has other entries than name, shape, and what it is")
+    raise ValueError(f"tensor {name[:64]!r} has entries other than name, shape and kind")
 
 
 def buffer_spec(name: str, shape: tuple[int, ...], rule: str, dtype: str) -> TensorSpec:
@@ -179,13 +179,13 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """A part of the model, or of another kind, that is synchronized on its own. Its pieces lie end to end."""
+    """A part of the model, or of other tensors, that is synchronized on its own. Its pieces lie end to end."""
 
     fragment_id: int
     shard_index: int
     pieces: tuple[Piece, ...]
     kind: Kind = field(default="parameter", kw_only=True)
-    """Kind of all its pieces."""
+    """The kind of all its pieces."""
 
     @property
     def num_elements(self) -> int:
@@ -210,7 +210,7 @@ class Manifest:
     """By id: parameters, then momentum, then buffers."""
     num_shards: int
     ties: tuple[Tie, ...] = field(default=(), compare=False)
-    """As declared by a learner. They decide nothing."""
+    """As a learner declared them. No decision depends on them."""
 
     def owned_by(self, shard_index: int) -> tuple[Fragment, ...]:
         return tuple(f for f in self.fragments if f.shard_index == shard_index)
@@ -234,7 +234,7 @@ class Manifest:
 
     @cached_property
     def _of_kind(self) -> dict[Kind, tuple[int, int]]:
-        """Kind -> its first fragment, and their number."""
+        """Kind -> its first fragment, and how many fragments it has."""
         kinds = [f.kind for f in self.fragments]
         return {kind: (kinds.index(kind), kinds.count(kind)) for kind in set(kinds)}
 
@@ -272,7 +272,7 @@ def momentum_of(parameter: str, kind: Momentum) -> str:
 
 
 def kinds_of(tensors: Iterable[TensorSpec]) -> list[str]:
-    """The types of momentum among these tensors, by their names."""
+    """The types of momentum among these tensors, judged by name."""
     kinds = (
         kind for kind in get_args(Momentum) for t in tensors if t.kind == "momentum" and t.name.endswith(f" ({kind})")
     )
@@ -285,12 +285,12 @@ def companion_of(parameter: TensorSpec, kind: Momentum) -> TensorSpec:
 
 
 def mean_of(variance: str) -> str:
-    """The name of the running mean that belongs to a running variance."""
+    """The name of the running mean that goes with a running variance."""
     return variance.removesuffix(VARIANCE) + MEAN
 
 
 def check_tensor(tensor: TensorSpec) -> None:
-    """Check that it could be sent. Raises BadRequest."""
+    """Check that the tensor could be sent. Raises BadRequest."""
     bounds.check("Tensor.name", tensor.name, bounds.TENSOR_NAME)
     try:
         bounds.check("Tensor.shape", tensor.shape, bounds.SHAPE)
@@ -317,7 +317,7 @@ def check_kinds(tensors: Sequence[TensorSpec]) -> None:
     mean. Raises BadRequest."""
     means = {(t.name, t.shape) for t in tensors if t.kind == "buffer" and t.rule == "mean"}
     if alone := [t.name for t in tensors if t.rule == "variance" and (mean_of(t.name), t.shape) not in means]:
-        raise BadRequest(f"the buffer {alone[0][:64]!r} is a variance, and no running mean is there that belongs to it")
+        raise BadRequest(f"the buffer {alone[0][:64]!r} is a variance, but the model has no running mean for it")
     companions = [t for t in tensors if t.kind == "momentum"]
     parameters = [t for t in tensors if t.traits.is_of_model] if companions else []
     known = {(momentum_of(t.name, kind), t.shape): t.name for t in parameters for kind in get_args(Momentum)}
@@ -338,8 +338,8 @@ def check_kinds(tensors: Sequence[TensorSpec]) -> None:
 def cut(tensors: Sequence[TensorSpec], num_fragments: int, num_shards: int) -> Manifest:
     """Cut a model into at most `num_fragments` fragments and place them on `num_shards` shards; then each other kind.
 
-    A model with fewer pieces gets fewer fragments. Tensors without elements are left out. Raises ValueError if there is
-    nothing to cut, two tensors have the same name, a dimension is negative, or a shard would own nothing of the model.
+    A model with fewer pieces gets fewer fragments. Tensors without elements are omitted. Raises ValueError if there is
+    nothing to cut, two tensors have the same name, a dimension is negative, or a shard would own no part of the model.
     """
     if not 1 <= num_fragments <= bounds.FRAGMENTS_MAX or num_shards < 1:
         raise ValueError(
@@ -364,7 +364,7 @@ def cut(tensors: Sequence[TensorSpec], num_fragments: int, num_shards: int) -> M
             raise ValueError("the model has no trainable elements")
     if len(fragments) > bounds.FRAGMENTS_MAX:
         raise ValueError(
-            f"model and companions have {len(fragments)} fragments together; at most "
+            f"model and companions together have {len(fragments)} fragments; at most "
             f"{bounds.FRAGMENTS_MAX} are taken: set sync.fragments to half of that or less"
         )
     return Manifest(specs, tuple(fragments), num_shards)
@@ -375,7 +375,7 @@ def turn(fragment_id: int, num_fragments: int) -> int:
 
     Neighbors in the manifest are often rows of one tensor, which a single rank may hold. Their turns are about a third
     of a cycle apart, so fragments in flight at once belong to different ranks. With up to six fragments there is no
-    such order, and turns are the ids.
+    such order: the turns are the ids.
     """
     return fragment_id * _stride(num_fragments) % num_fragments
 
@@ -416,7 +416,7 @@ def _cut(
     sizes = {lot: sum(r.num_elements for r in lot) for lot in lots}
     lots.sort(key=lambda lot: (-sizes[lot], lot[0].tensor.name, lot[0].tensor_offset))
     bins = _pack([sizes[lot] for lot in lots], min(num_fragments, len(lots)))
-    if lots and len(bins) < num_shards and kind == "parameter":  # before allocating: a file may claim any number
+    if lots and len(bins) < num_shards and kind == "parameter":  # check before allocating: a file may claim any number
         raise ValueError(
             f"{num_shards} shards are too many for {len(bins)} fragments: every shard must own at least one"
         )
@@ -428,7 +428,7 @@ def _cut(
 
 
 def _lots(specs: Sequence[TensorSpec], kind: Kind, target: int) -> Iterator[tuple[_TensorRows, ...]]:
-    """Groups of pieces that stay together: single pieces, except for a module's buffers that are not just averaged."""
+    """Groups of pieces that stay together: single pieces, except those buffers of a module that are not averaged."""
     means = {mean_of(t.name) for t in specs if t.rule == "variance"}
     modules: dict[str, list[_TensorRows]] = {}
     for t in specs:

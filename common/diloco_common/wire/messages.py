@@ -1,7 +1,7 @@
 """The messages between learners and shards, as plain values.
 
-The pure cores use these. `protobuf.py` converts them to messages of diloco.v1 and back, and refuses a value beyond the
-limit in its annotation. The meaning of each field is documented once, in protos/diloco_protos/parameter_server.proto.
+The pure cores use these values. `protobuf.py` converts them to messages of diloco.v1 and back, and refuses a value
+beyond the limit in its annotation. protos/diloco_protos/parameter_server.proto documents the meaning of each field.
 Optional fields that are absent there are None here.
 """
 
@@ -46,7 +46,7 @@ from diloco_common.wire.bounds import (
 from diloco_common.wire.manifest import TensorSpec, Tie
 
 if TYPE_CHECKING:
-    from diloco_common.codec import PayloadHeader  # imports torch, which readers of messages need not
+    from diloco_common.codec import PayloadHeader  # imports torch, which readers of messages do not need
 
 
 class Range(NamedTuple):
@@ -61,7 +61,7 @@ Ties: TypeAlias = Annotated[tuple[Tie, ...], FieldLimit(TIES_MAX, counts="entrie
 
 
 def check_ranges(what: str, ranges: Sequence[Range]) -> None:
-    """Check that they ascend, are disjoint and not empty; they may touch. Raises BadRequest."""
+    """Check that the ranges ascend, are disjoint and not empty; they may touch. Raises BadRequest."""
     for start, stop in ranges:
         if start >= stop:
             raise BadRequest(f"{what} has a range from {start} to {stop}, which is empty; leave it out")
@@ -75,23 +75,23 @@ def check_ranges(what: str, ranges: Sequence[Range]) -> None:
 
 PROTOCOL = 3
 """3: every learner carries, with error feedback. 2: a checksum per chunk, parts and ranges, chunks of up to 4 MiB.
-Others are refused (PROTOCOL_MISMATCH)."""
+Shards refuse other versions (PROTOCOL_MISMATCH)."""
 TRANSFERS_AT_ONCE = 4
-"""Maximum number of pushes, and of pulls, of one learner at one shard. More on a thin link are too slow to finish."""
+"""Maximum number of pushes, and of pulls, of one learner at one shard. On a thin link more would never finish."""
 
 
 class VersionId(NamedTuple):
     """Identifies the bytes of a fragment forever."""
 
     epoch: int
-    """In which the version was made."""
+    """The epoch in which the version was made."""
     version: int
     """Its number of outer steps."""
 
 
 LINE = 10**10
-"""An epoch is seconds since 1970 (or drawn below that) plus this for each promotion of a standby. So every epoch of a
-promoted shard is above all epochs of the shard that it replaced, whenever that one is started again."""
+"""An epoch is seconds since 1970 (or a random number below that) plus this for each promotion of a standby. So every
+epoch of a promoted shard is above all epochs of the shard that it replaced, whenever that shard starts again."""
 
 
 def check_no_way_back(answer: JoinAnswer, seen: int) -> None:
@@ -99,7 +99,7 @@ def check_no_way_back(answer: JoinAnswer, seen: int) -> None:
     epoch, is_newer = answer.epoch, answer.began_with_nothing and answer.epoch % LINE > seen % LINE
     if epoch // LINE < seen // LINE and not is_newer:
         raise Unavailable(
-            f"this is epoch {epoch} of the shard, from before its standby was promoted (epoch {seen}); end it, and "
+            f"this shard has epoch {epoch}, from before its standby was promoted (epoch {seen}); end it, and "
             "give the address of the promoted one"
         )
 
@@ -165,7 +165,7 @@ class Near:
     """A mirror's copy of a version, and how to check its bytes."""
 
     address: Address
-    """The mirror's; empty: no mirror."""
+    """The mirror's address; empty: there is no mirror."""
     values_sha256: Sha256
     change_sha256: Sha256
     """Empty: there is no change."""
@@ -214,7 +214,7 @@ class LearnerPolicy:
 
 @dataclass(frozen=True, slots=True)
 class FragmentStatus:
-    """The state of one fragment on its shard, as told to one learner."""
+    """The state of one fragment on its shard, as the shard tells it to one learner."""
 
     fragment_id: FragmentId
     seeded: bool
@@ -242,7 +242,7 @@ class FrozenTensor:
 
 
 OfferedCodec: TypeAlias = Annotated[str, FieldLimit(96, counts="characters")]
-"""NAME, or NAME@DIGEST. A plugin has two, even if no run uses it."""
+"""NAME, or NAME@DIGEST. A plugin is offered in both forms, even if no run uses it."""
 FrozenTensors: TypeAlias = Annotated[tuple[FrozenTensor, ...], FieldLimit(FROZEN_MAX, counts="entries")]
 
 
@@ -271,7 +271,7 @@ class JoinAnswer:
     generation: Exact
     epoch: Exact
     heartbeat_s: Annotated[float, FieldLimit(3600.0, 0.01)]
-    """With more frequent ones, learners would do nothing else."""
+    """With more frequent heartbeats, learners would do nothing else."""
     shard_index: FragmentId
     num_shards: Annotated[int, FieldLimit(FRAGMENTS_MAX, 1)]
     num_fragments: Annotated[int, FieldLimit(FRAGMENTS_MAX, 1)]
@@ -288,9 +288,9 @@ class JoinAnswer:
 
 
 AVERAGE = "average"
-"""Used instead of an encoding in a Pull: the average of the versions, sent as float32."""
+"""In a Pull, this in place of an encoding asks for the average of the versions, sent as float32."""
 FILE, FILE_CHUNK = "version-file", 4 << 20
-"""Likewise: the version file as on the shard's disk, and the size of its chunks in bytes."""
+"""Likewise: asks for the version file as it is on the shard's disk; and the size of its chunks in bytes."""
 
 
 class Role(StrEnum):
@@ -301,7 +301,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FollowRequest:
-    """A reader asks for what is announced."""
+    """A reader asks for the shard's announcements."""
 
     role: Name
     site: Name = ""
@@ -361,7 +361,7 @@ class PushHeader:
 
 
 class Outcome(Enum):
-    """What became of a push."""
+    """What happened to a push."""
 
     ACCEPTED = "accepted"  # held until the round closes
     DUPLICATE = "duplicate"  # the same contribution was accepted before
@@ -382,10 +382,10 @@ T = TypeVar("T")
 
 
 class Newest(Generic[T]):
-    """A queue that keeps only the newest word of each kind about each thing, so the number of things bounds it.
+    """A queue that keeps only the newest word of each kind about each thing, so the number of things limits its size.
 
-    A thing keeps its turn even if newer words about it arrive, so none is passed over forever. The words about a thing
-    come together, in the order in which they were said.
+    A thing keeps its turn even if newer words about it arrive, so none waits forever. The words about a thing leave the
+    queue together, in the order in which they were put.
     """
 
     def __init__(self) -> None:
@@ -395,7 +395,7 @@ class Newest(Generic[T]):
         return bool(self._waiting)
 
     def put(self, about: object, kind: object, word: T) -> None:
-        """Add a word in place of the earlier one of its kind about the same thing."""
+        """Add a word. It replaces the earlier one of its kind about the same thing."""
         words = self._waiting.setdefault(about, {})
         words.pop(kind, None)
         words[kind] = word

@@ -1,8 +1,8 @@
 """Converts the messages of diloco.v1 between bytes and plain values.
 
-This is the only place that does so. Bytes that are no message, and values beyond the limits of `bounds.py`, are refused
-as BadRequest, on both sides. Most messages are converted by field names (`by_name.py`); tensors, of which there are
-many, frames of chunks, and the kinds of a directive are converted by hand.
+This is the only place that does so. Both sides refuse bytes that are not a message, and values beyond the limits of
+`bounds.py`, as BadRequest. Most messages are converted by field names (`by_name.py`). Tensors (there are many), frames
+of chunks, and the kinds of a directive are converted by hand.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ V = TypeVar("V", PushHeader, PullRequest, PullHeader)
 W = TypeVar("W", Evicted, PushAnswer)
 H = TypeVar("H", PushHeader, PullHeader)
 NAMES_LONG = 1 << 20
-"""Total characters of tensor names from which prefixes are used. 65,536 names of adapters then take 2 MB."""
+"""If tensor names have this many characters in all, prefixes are used. 65,536 names of adapters then take 2 MB."""
 TURN = 2048
 """Tensors read in one turn."""
 DIRECTIVES: dict[str, type[Directive]] = {
@@ -65,7 +65,7 @@ def serialize(message: Message) -> bytes:
 
 
 def parse(kind: type[M], data: bytes | None) -> M:
-    """The message of this kind; `data` None: the call ended well, but without one. Raises BadRequest."""
+    """The message of this kind. If `data` is None, the call ended well, but without a message. Raises BadRequest."""
     if data is None:
         raise errors.BadRequest(f"the call ended without the {kind.DESCRIPTOR.name} of diloco.v1 that answers it")
     limit = bounds.MESSAGE_BYTES_MAX.get(kind.DESCRIPTOR.name, math.inf)
@@ -87,7 +87,7 @@ def parse(kind: type[M], data: bytes | None) -> M:
 
 
 def tensors_to_pb(tensors: Sequence[TensorSpec]) -> list[pb.Tensor]:
-    """If the names are long together, each omits the prefix that it shares with the previous one."""
+    """If the names together are long, each omits the prefix that it shares with the previous one."""
     if sum(len(t.name) for t in tensors) < NAMES_LONG:
         return [_tensor_to_pb(t, 0) for t in tensors]
     names = ["", *(t.name for t in tensors)]
@@ -113,7 +113,7 @@ def tensors_from_pb(tensors: Sequence[pb.Tensor]) -> list[TensorSpec]:
 
 
 def tensors_in_turns(tensors: Sequence[pb.Tensor]) -> Iterator[list[TensorSpec]]:
-    """The tensors in order, some at a time: a large model takes longer than others should wait. Raises BadRequest."""
+    """The tensors in order, some at a time: others should not wait for all of a large model. Raises BadRequest."""
     bounds.check("JoinRequest.tensors", tensors, bounds.TENSORS)
     elements = characters = 0
     before = ""
@@ -167,7 +167,7 @@ def _check_ranges(value: V) -> V:
 
 def _check_join(request: JoinRequest) -> JoinRequest:
     if len({held.fragment_id for held in request.held}) < len(request.held):
-        raise errors.BadRequest("JoinRequest.held names a fragment twice; name the version that is held")
+        raise errors.BadRequest("JoinRequest.held names a fragment twice; name only the version that is held")
     return request
 
 
@@ -178,7 +178,7 @@ def _check_answer(answer: JoinAnswer) -> JoinAnswer:
 
 
 def _plain(value: W) -> W:
-    """Clean the text of a refusal, which may quote anybody."""
+    """Clean the text of a refusal, which may quote any caller."""
     return replace(value, message=errors.plain(value.message))
 
 
@@ -239,7 +239,7 @@ def join_request_from_pb(request: pb.JoinRequest, tensors: Sequence[TensorSpec] 
 
 
 def progress_to_pb(progress: Progress) -> pb.Progress:
-    """Times beyond the limit are sent as the limit: a machine may have slept for a month."""
+    """A time beyond the limit is sent as the limit: a machine may have slept for a month."""
     away = [
         replace(shard, address=shard.address[: bounds.ADDRESS_MAX], for_s=min(shard.for_s, bounds.TIME_MAX_S))
         for shard in progress.away[: bounds.AWAY_MAX]

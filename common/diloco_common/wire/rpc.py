@@ -22,7 +22,7 @@ from diloco_common.wire.addresses import is_loopback, parse_address
 from diloco_common.wire.bounds import MESSAGE_BYTES_MAX, NAME_MAX, PARTS_MAX
 
 MAX_MESSAGE_BYTES = 2 * max(MESSAGE_BYTES_MAX.values())
-"""gRPC's limit. What is above ours and below this is refused in words; gRPC just ends the call."""
+"""gRPC's limit. A message between our limit and this one gets a refusal that explains; gRPC just ends the call."""
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
 CODE_KEY = "diloco-code"
 SERVICE = "diloco.v1.ParameterServer"
@@ -65,16 +65,16 @@ SERVER_OPTIONS = [
     *_SIZES,
     ("grpc.http2.min_ping_interval_without_data_ms", 500),  # otherwise idle channels are cut off for too many pings
     ("grpc.http2.max_ping_strikes", 0),
-    # Bytes that a call may send before the shard reads. By default, gRPC raises this to 4 MiB on fast links.
+    # Bytes that a call may send before the shard reads them. By default, gRPC raises this to 4 MiB on fast links.
     ("grpc.http2.lookahead_bytes", 64 << 10),
     ("grpc.http2.bdp_probe", 0),
-    # A connection takes one of the shard's places from its first byte, and gRPC cannot limit those of one host. Three
-    # seconds are many round trips of any link that a learner can train over.
+    # A connection takes one of the shard's places from its first byte, and gRPC cannot limit the connections of one
+    # host. Three seconds are many round trips on any link that a learner can train over.
     ("grpc.server_handshake_timeout_ms", 3_000),
     ("grpc.max_concurrent_streams", 128),  # per connection; a proxy may carry many learners on one
-    # Calls that wait for the event loop. Each may hold 64 KiB of a message: 200 MB together. Above the first number,
-    # gRPC silently cancels some at random; its default of 1000 is reached when 256 learners push and pull at once.
-    # Above the second it cancels all.
+    # Calls that wait for the event loop. Each may hold 64 KiB of a message: 200 MB in all. Above the first number, gRPC
+    # silently cancels some at random; its default of 1000 is reached when 256 learners push and pull at once. Above the
+    # second it cancels all.
     ("grpc.server.max_pending_requests", 3_000),
     ("grpc.server.max_pending_requests_hard_limit", 3_000),
     ("grpc.max_connection_idle_ms", 300_000),  # without any call
@@ -85,7 +85,7 @@ SERVER_OPTIONS = [
 
 
 def metadata_of(identity: Identity, bearer_token: str | None) -> Metadata:
-    """The metadata of a call, which tells the shard who calls before the first payload byte."""
+    """The metadata of a call. It tells the shard who calls, before the first payload byte."""
     pairs = [("diloco-run", identity.run_id)]
     if identity.learner_id:
         pairs.append(("diloco-learner", identity.learner_id))
@@ -146,7 +146,7 @@ def _decimal(values: Mapping[str, str], key: str) -> int:
     return int(text)
 
 
-# ---------------------------------------------------------------- what a shard says of itself
+# ---------------------------------------------------------------- what a shard says about itself
 
 
 class Hello(NamedTuple):
@@ -157,12 +157,12 @@ class Hello(NamedTuple):
 
 
 def hello(clock: float, package: str) -> Metadata:
-    """What the answer to a Join begins with, for `diloco doctor`."""
+    """The metadata with which the answer to a Join begins, for `diloco doctor`."""
     return (CLOCK_KEY, f"{clock:.3f}"), (PACKAGE_KEY, package)
 
 
 def hello_of(metadata: Iterable[tuple[str, str | bytes]]) -> Hello | None:
-    """None: the shard does not say it, or no number."""
+    """None: the shard does not say its clock, or says something that is not a number."""
     values = {key: value for key, value in metadata if isinstance(value, str)}
     try:
         clock = float(values[CLOCK_KEY])
@@ -175,7 +175,7 @@ def hello_of(metadata: Iterable[tuple[str, str | bytes]]) -> Hello | None:
 
 
 def channel(address: str, files: TlsFiles | None, options: list[tuple[str, int]]) -> grpc.aio.Channel:
-    """A channel to one shard, for a caller that trusts ca.pem of these files and shows their certificate, if any.
+    """A channel to one shard, for a caller that trusts the ca.pem of these files and shows their certificate, if any.
 
     Without files it is plaintext. A proxy from the environment (`http_proxy`) is used for other machines only.
     """
@@ -189,7 +189,7 @@ def channel(address: str, files: TlsFiles | None, options: list[tuple[str, int]]
 
 
 class ServerCredentials:
-    """Credentials of a server that requires a certificate of every caller. Its own can be replaced while it runs."""
+    """Credentials of a server that requires every caller's certificate. Its own can be replaced while it runs."""
 
     def __init__(self, files: TlsFiles) -> None:
         self._next: deque[grpc.ServerCertificateConfiguration] = deque(maxlen=1)
@@ -230,7 +230,7 @@ def refusal_of(error: grpc.aio.AioRpcError) -> errors.Refusal | None:
 
 
 def failed_to_connect(error: grpc.aio.AioRpcError) -> bool:
-    """Whether no connection came about although something listens, perhaps because of a failed handshake."""
+    """Whether connecting failed although something may listen, perhaps because of a failed handshake."""
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return True  # a call that waits for its shard ends like this
     details = error.details() or ""

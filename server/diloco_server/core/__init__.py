@@ -18,6 +18,6 @@ parts.py        contributions that arrive in parts
 merge.py        merges contributions into one pseudo-gradient, or into the next values of buffers
 outer.py        the outer optimizers
 arithmetic.py   seeding, stepping and encoding a fragment's values
-ledger.py       the facts of a run, and their totals
+ledger.py       the facts about a run, and their totals
 effects.py      work that the core hands to the shell
 """

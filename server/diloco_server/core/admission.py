@@ -1,12 +1,12 @@
 """Decides on a push from its header and the fragment's state. Changes nothing.
 
-In this order: a contribution to versions that this shard does not continue is refused; one that it already has is a
-duplicate; a copy of one that was not taken gets the same answer again; one to a round that is over, or not open, is
-late. For the rest, the checks decide whether the bytes are wanted; each raises a `Refusal` that says what to do.
+In this order: a contribution to versions that this shard does not continue is refused; one that the shard already has
+is a duplicate; a copy of one that was not taken gets the same answer again; one to a round that is over, or not open,
+is late. For all others, checks decide whether the bytes are wanted; each check raises a `Refusal` that says what to do.
 
 All checks of a push, in order: identity and run (the shell), lease and generation (membership.py), manifest, epoch,
 round and sizes from the header (here), sizes, checksum and decoder limits of the bytes (codec), finite values
-(taking.py). Nothing else is refused; `influence.py` decides how much a contribution counts for.
+(taking.py). Nothing else is refused; `influence.py` decides how much a contribution counts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ DUPLICATE = PushAnswer(Outcome.DUPLICATE)
 LATE = PushAnswer(Outcome.LATE)
 PART = "PART"
 HELD = PushAnswer(Outcome.ACCEPTED, PART)
-"""The part was received and others are missing: nothing was contributed yet."""
+"""The part was received, but others are missing: the contribution is not complete yet."""
 
 
 def by_header(
@@ -44,7 +44,7 @@ def by_header(
 ) -> PushAnswer | None:
     """The answer to a push; None if its bytes are wanted. Raises a Refusal.
 
-    `quiet_since`: an incomplete seed with no new part since then gives way. It always gives way to a whole seed.
+    `quiet_since`: an incomplete seed without a new part since then gives way. It always gives way to a whole seed.
     """
     check_epoch(header, state, epoch)
     if header.is_seed:
@@ -91,7 +91,7 @@ def is_taken(header: PushHeader, state: FragmentState, learner_id: str) -> bool:
     held = state.held(learner_id, header.round)
     if held is not None:
         return held.is_what(header)
-    # Merged, or its learner has pushed for a later round since and so knows the answer to this one.
+    # It was merged, or its learner has since pushed for a later round, and so knows the answer to this one.
     return state.may_hold(learner_id, header.round)
 
 
@@ -109,7 +109,7 @@ def check_origin(header: PushHeader, manifest: Manifest) -> None:
 def is_in_line(header: PushHeader, state: FragmentState, epoch: int) -> bool:
     """Whether the fragment's latest version is the base version or was made from it.
 
-    A lost version never is: its number was given again, in another epoch.
+    A lost version never is: its number was used again, in another epoch.
     """
     if header.is_seed or not state.seeded:
         return header.epoch == epoch
@@ -124,7 +124,7 @@ def check_epoch(header: PushHeader, state: FragmentState, epoch: int) -> None:
     """Raises WrongEpoch if the latest version was not made from the contribution's base version."""
     if not is_in_line(header, state, epoch):
         raise WrongEpoch(
-            f"fragment {header.fragment_id}: version {header.base_version} of epoch {header.epoch} is over, "
+            f"fragment {header.fragment_id}: version {header.base_version} of epoch {header.epoch} is over; "
             f"version {state.version} of epoch {state.epoch or epoch} was not made from it; pull first"
         )
 

@@ -1,13 +1,13 @@
 """Computes the next version of a fragment, and its encoded bytes.
 
-The average of the versions is kept as its small difference to theta, for which bfloat16 is enough:
+The average of the versions is kept as its difference from theta, which is so small that bfloat16 is enough:
 
     average <- average + w (theta - average),    w = (1 - d) / (1 - d^t),    so the average after version 1 is version 1
 
 d is `outer.average`, t the version. With rounding to nearest, the difference would stop moving once its change is less
-than half of its last bit. So it is rounded up or down in turn, more often to the nearer value. The choice depends only
-on the element and the version, so a restart changes nothing. Against float64, the average is off by 0.5 % of its
-distance to theta at d = 0.9, by 0.9 % at 0.97, by 2.1 % at 0.99, and by 4.8 % at 0.999.
+than half of its last bit. So it is rounded up and down by turns, more often to the nearer value. The choice depends
+only on the element and the version, so a restart changes nothing. Compared with float64, the average is off by 0.5 % of
+its distance to theta at d = 0.9, by 0.9 % at 0.97, by 2.1 % at 0.99, and by 4.8 % at 0.999.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Published:
     values: Payload
     """The anchor of every learner that has this version."""
     change: Payload | None = None
-    """The difference to the version before. None for a first version, and if `sync.pull` sends values."""
+    """The difference from the previous version. None for a first version, and if `sync.pull` sends values."""
     sha256: tuple[bytes, bytes] | None = None
     """Hashes of the values and of the change (or empty), for learners that pull from a mirror. None: not computed."""
 
@@ -126,7 +126,7 @@ def _kept(decay: float, version: int) -> float:
 def _round_by_turns(values: Tensor, start: int, turn: int) -> Tensor:
     """Round to one of the two neighboring bfloat16 values, in place. `start`: position of `values` in the fragment.
 
-    The offsets added to the 16 dropped bits are multiples of the golden ratio, so evenly spread over turns and
+    The offsets added to the 16 dropped bits are multiples of the golden ratio, so they are spread evenly over turns and
     elements.
     """
     places = torch.arange(start, start + values.numel(), dtype=torch.int32)

@@ -1,10 +1,10 @@
 """Predicts when an asked learner's contribution will arrive, so that a round knows which learners to wait for.
 
-`Reports` holds the steps that a process has reported, and `Arrivals` how long its contributions take.
+`Reports` holds the steps that a process has reported, and `Arrivals` the time that its contributions take.
 
-A learner answers at its next step boundary. So its contribution is expected there, plus the usual lag of its pushes,
-plus its bytes over the measured link. All times are by the shard's own clock; the step time that a learner reports is
-not used. A learner expected in time may be late once: the round waits as long as its patience lasts.
+A learner answers at its next step boundary. So its contribution is expected then, plus the usual lag of its pushes,
+plus the time for its bytes on the measured link. All times are by the shard's own clock, which ignores the step time
+that a learner reports. A learner expected in time may be late once: the round waits as long as its patience lasts.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class Reports:
     first: Progress
     last: Progress
     grown_at: float
-    """When the last report of a new step came."""
+    """When the last report of a new step arrived."""
     step_s: float = 0.0
-    """Moving average of the time per step, between reports; 0: no step yet."""
+    """Moving average of the time per step, measured between reports; 0: no step yet."""
     scatter_s: float = 0.0
     """Moving average of the deviation of that time from its average."""
     merged_until: dict[int, Progress] = field(default_factory=dict)
-    """Fragment -> the report when the round opened that merged its last contribution; work up to it is merged."""
+    """Fragment -> its report when the round opened that merged its last contribution. Work up to then is merged."""
 
     @classmethod
     def begin(cls, first: Progress, now: float) -> Reports:
@@ -55,7 +55,7 @@ class Reports:
 @dataclass(slots=True)
 class Expected:
     boundary_at: float
-    """The step boundary at which the learner was expected to snapshot; inf: it seemed to hang."""
+    """When the step boundary was expected at which the learner takes its snapshot; inf: it seemed to hang."""
     begun_at: float | None = None
     """When its header arrived; inf: its bytes are not wanted."""
     is_measured: bool = False
@@ -68,7 +68,7 @@ class RoundRequest:
 
     round: int
     expected: dict[Arrivals, Expected]
-    """What is expected of each process that was asked."""
+    """The expectation for each process that was asked."""
 
 
 @dataclass(eq=False)
@@ -80,8 +80,8 @@ class Arrivals:
     s_per_element: float = 0.0
     """Moving average of the transfer time per element."""
     pull_s: float | None = None
-    """Moving average of the time for a version: from its announcement, or the end of the pull before if that was later,
-    until its last byte is handed over. None: it has pulled none."""
+    """Moving average of the time for a version: from its announcement, or the end of the previous pull if that was
+    later, until its last byte is handed over. None: it has pulled no version."""
     pulled_at: float = 0.0
 
     def header(self, request: RoundRequest, now: float, *, wanted: bool) -> None:
@@ -93,7 +93,7 @@ class Arrivals:
             lag_s = now - expected.boundary_at
             self.lag_s = lag_s if self.lag_s is None else self.lag_s + ALPHA * (lag_s - self.lag_s)
         if not wanted:
-            self.s_per_element *= 0.9  # hope: unless it is asked again, nothing measures the link
+            self.s_per_element *= 0.9  # a guess: unless it is asked again, nothing measures the link
         expected.begun_at, expected.is_measured = now if wanted else math.inf, not wanted
 
     def bytes_came(self, request: RoundRequest, num_elements: int, now: float) -> None:
@@ -111,7 +111,7 @@ class Arrivals:
         self.pull_s = took_s if self.pull_s is None else self.pull_s + ALPHA * (took_s - self.pull_s)
 
     def expected_at(self, request: RoundRequest, num_elements: int) -> float:
-        """When the contribution should arrive; inf: not expected. `num_elements`: of the fragment."""
+        """When the contribution should arrive; inf: it is not expected. `num_elements`: the size of the fragment."""
         expected = request.expected.get(self)
         if expected is None:
             return math.inf

@@ -1,28 +1,28 @@
 """Finds the fragments of a shard that are due for a round.
 
-A fragment is due when at least K live learners took H inner steps since its last round opened. Steps are counted per
-learner. An absolute clock would stop with the fastest learner; with no clock, a fast network would drive H towards 1,
-which ruins learning. Fragments other than the model are due after a multiple of these steps (`Traits.every`). A
+A fragment is due when at least K live learners have taken H inner steps since its last round opened. Steps are counted
+per learner. An absolute clock would stop with the fastest learner; with no clock, a fast network would drive H towards
+1, which ruins learning. Fragments other than the model are due after a multiple of these steps (`Traits.every`). A
 fragment is also due, out of turn, when a learner leaves that has trained since it last contributed to it.
 
 The first time, a fragment is due after ceil((t + 1) * H / P) steps, where t is its turn (`manifest.turn`). That spreads
 the fragments evenly over H and keeps the traffic flat: with P = H = 24 one is due per step; with P = 1 the first round
 comes after H steps, as in DiLoCo.
 
-All learners report constantly, so a table of fragments by learners holds the inner step from which each learner counts,
-and one tensor operation compares it. A leaving learner takes part only in some rounds, which are checked one by one.
+All learners report constantly. So a table of fragments by learners holds the inner step from which each learner counts,
+and one tensor operation compares all of them. A leaving learner takes part only in some rounds, checked one by one.
 
 If `sync.sync_every` is "auto", H is the smallest that link, shard and step time allow with room to spare. Each shard
 chooses for its own fragments, by its own clock. In H steps every fragment is asked for, pushed, merged and pulled once.
-Each of these has to fit in half of that time; pulls in three quarters, because they mostly wait:
+Each of these must fit in half of that time; pulls must fit in three quarters, because they mostly wait:
 
     push     the usual learner pushes the whole model: one link for all shards
-    pull     it pulls every version of this shard, one after another
+    pull     the usual learner pulls every version of this shard, one after another
     shard    the shard merges and publishes all its fragments
-    round    one fragment goes round, including all waits
+    round    one round of a fragment ends, including all waits
 
 If more than 2 % of the requested contributions are absent when rounds close, H is too small, whatever the reason. A
-learner contributes to a fragment again only after it has pulled the version before, so a queue of versions makes it
+learner contributes to a fragment again only after it has pulled the previous version, so a queue of versions makes it
 absent.
 
 H at most doubles in one change. It falls by at most a quarter, and only after it was too large several times in a row;
@@ -47,15 +47,15 @@ from diloco_server.core.round import Quorum, needed
 from diloco_server.core.versions import Versions
 
 ROOM, PULL_ROOM = 0.5, 0.75
-"""The share of H steps that one part of the way may take."""
+"""The share of H steps that one of these parts may take."""
 ABSENT = 0.02
 """The share of requested contributions that may be absent."""
 ASKED = round(1 / ABSENT)
-"""Requested contributions needed to measure that share: one absent one is the share itself."""
+"""How many requested contributions it takes to measure that share: one that is absent is then the share itself."""
 STEP = 0.25
 """H changes by at least this share, and falls by at most this share."""
 QUIET, QUIET_MOST = 2, 64
-"""Consecutive looks that must allow a smaller H before it falls: at first, and at most."""
+"""Consecutive checks that must allow a smaller H before it falls: the number at first, and at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def carried(measured: Measured) -> int:
 
 
 def following(every: int, carries: int, absent: float, least: int, most: int, *, may_fall: bool) -> int:
-    """The next H. `absent`: the share of requested contributions that were. `least`, `most`: the allowed range."""
+    """The next H. `absent`: which share of requested contributions was absent. `least`, `most`: the allowed range."""
     wanted = every
     if absent > ABSENT:
         wanted = 2 * every
@@ -93,7 +93,7 @@ class SyncInterval:
         self.announced_at: dict[int, float] = {}
         """Fragment -> when its latest version was announced."""
         self._is_auto = sync.sync_every == "auto"
-        self._rounds = self._asked = self._absent = 0  # since the last look
+        self._rounds = self._asked = self._absent = 0  # since the last check
         self._settles = True  # rounds opened under the previous H may still close
         self._quiet, self._quiet_needed, self._fell = 0, QUIET, False
 
@@ -161,7 +161,7 @@ def is_due(live: Iterable[Member], base_steps: Mapping[str, int], interval: int,
 
 
 class DueFragments:
-    """Recomputes only what has changed: most ticks give the same answer as the one before."""
+    """Recomputes only what has changed: most ticks give the same answer as the previous one."""
 
     def __init__(self, every: SyncInterval, versions: Versions) -> None:
         self._every = every
@@ -225,7 +225,7 @@ class DueFragments:
         self._rows = {fragment_id: row for row, fragment_id in enumerate(self._ids)}
         self._columns: dict[int, int] = {}  # generation -> its column, in the order of the live learners
         rows = len(self._ids)
-        self._intervals = torch.full((rows,), NEVER)  # inner steps between rounds; NEVER: not RESTING
+        self._intervals = torch.full((rows,), NEVER)  # inner steps between rounds; NEVER: it is not RESTING
         self._left = torch.full((rows,), NEVER)  # tokens left in the budget
         self._steps = torch.empty(rows, 0, dtype=torch.int64)  # by learner: the inner step it counts from
         self._merged = torch.empty(rows, 0, dtype=torch.int64)  # by learner: the step up to which its work is merged
@@ -252,7 +252,7 @@ class DueFragments:
         self._tokens = moved(self._tokens, _base_tokens) if self._ends else self._tokens
 
     def _look_at_fragments(self, live: Sequence[Member]) -> None:
-        """Update the rows of changed fragments. Once the run is over, buffers rest for good.
+        """Update the rows of changed fragments. Once the run is over, buffers rest forever.
 
         A new H takes effect at a fragment's next round; otherwise a smaller H would open many rounds at once.
         """
@@ -289,7 +289,7 @@ class DueFragments:
     # ------------------------------------------------------------ decisions
 
     def _due_for_all(self, live: Sequence[Member], quorum: Quorum) -> set[int]:
-        """Fragments due for the learners that stay. Idle ones do not count as long as others contribute."""
+        """Fragments due for the learners that stay. Idle learners do not count as long as others contribute."""
         staying = [m for m in live if not m.is_leaving]
         members, rows = [m for m in staying if not m.is_idle] or staying, _where(self._intervals != NEVER)
         if not members or not rows:
@@ -339,11 +339,11 @@ def _base_steps(state: FragmentState, member: Member) -> int:
 
 
 def _base_tokens(state: FragmentState, member: Member) -> int:
-    """The token count from which a learner's tokens count as trained; NEVER: it was not asked yet."""
+    """The token count from which a learner's tokens count as trained; NEVER: no round has asked it yet."""
     return state.base_tokens.get(member.learner_id, NEVER)
 
 
 def _merged_steps(state: FragmentState, member: Member) -> int:
-    """The step up to which its work is merged into this fragment; NEVER: none is known to be."""
+    """The step up to which its work is merged into this fragment; NEVER: none of it is known to be merged."""
     since = None if member.reports is None else member.reports.merged_until.get(state.fragment.fragment_id)
     return NEVER if since is None else since.inner_step

@@ -1,4 +1,4 @@
-"""Effects, which the core asks of its shell: send a message, compute a version, or report a fact (`ledger.py`)."""
+"""Effects that the core asks its shell for: send a message, compute a version, or report a fact (`ledger.py`)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Tell(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TellAll:
-    """Send a directive to all these members, in one effect: a round may ask a thousand learners."""
+    """Send a directive to all these members with one effect: a round may ask a thousand learners."""
 
     members: Sequence[Member]
     directive: Directive
@@ -53,7 +53,7 @@ class MergeRound:
     version: int
     contributions: tuple[Contribution, ...]
     beside: tuple[Contribution, ...] = ()
-    """For buffers: last contributions, from earlier rounds, of learners that are not in this one."""
+    """For buffers: the last contributions, from earlier rounds, of learners that are not in this round."""
     left_out: tuple[Contribution, ...] = ()
     """Contributions that are compared but not merged (`influence.py`)."""
 

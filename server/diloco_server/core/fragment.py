@@ -58,7 +58,7 @@ class Restored:
     values: Values
     published: Published
     is_new_line: bool
-    """Later versions were announced, or learners hold other bytes, so it is renamed into the new epoch."""
+    """Later versions were announced, or learners hold other bytes, so the version is renamed into the new epoch."""
 
 
 @dataclass
@@ -72,7 +72,7 @@ class HalfSeed:
 class FragmentState:
     fragment: Fragment
     record: Record
-    """The record of the latest announced version; its dicts belong to this state. The version grows within an epoch."""
+    """The record of the latest announced version; this state owns its dicts. The version grows within an epoch."""
     phase: Phase = Phase.UNSEEDED
     """Only the transitions below change it."""
     phases: Phases = field(default_factory=Phases, repr=False, kw_only=True)
@@ -81,15 +81,15 @@ class FragmentState:
     before: VersionId | None = None
     """The version that the published change starts from."""
     kept: dict[VersionId, tuple[Record, Published]] = field(default_factory=dict)
-    """Earlier versions that ranks are pulling, oldest first: all ranks must get the same one."""
+    """Earlier versions that ranks are pulling, oldest first: all ranks of a learner must get the same version."""
     pulled: dict[str, VersionId] = field(default_factory=dict)
     """Learner -> the version that its ranks last requested under its lease."""
     recovered: VersionId | None = None
-    """The version restored when this epoch began; None: none was."""
+    """The version restored when this epoch began; None: no version was restored."""
     recovered_tokens: int = 0
-    """Tokens merged into it."""
+    """Tokens merged into the recovered version."""
     seen_lost: int = 0
-    """The latest version after the recovered one that any learner has proved to hold."""
+    """The latest version after the recovered one that any learner has proved that it holds."""
     last_request: RoundRequest = field(default_factory=lambda: RoundRequest(0, {}), repr=False)
     """The request of this epoch's last round, open or not."""
     rounds_opened: int = 0
@@ -99,17 +99,17 @@ class FragmentState:
     """Learner -> the tokens it had reported when a round last asked it."""
     declined: dict[str, dict[PushHeader, PushAnswer]] = field(default_factory=dict)
     """Learner -> its refused or late contributions to the next version, and the answers. The learner carries that work,
-    so no other copy may be taken, even if the same round opens again."""
+    so no copy of them may be taken, even if the same round opens again."""
     latest: Latest = field(default_factory=Latest, repr=False)
     """For buffers: each learner's last contribution, which counts in rounds without it."""
     half_seed: HalfSeed | None = None
-    """While UNSEEDED: the parts received of version 0, if a learner sends it in parts."""
+    """While UNSEEDED: the parts of version 0 received so far, if a learner sends it in parts."""
     seeded_at: float = -math.inf
     """When a learner last seeded the fragment in this epoch."""
     seen: int = 0
     """Tokens merged into the newest version that the seeding learner had seen."""
     may_bring: dict[str, int] = field(default_factory=dict)
-    """Learner -> the same. These have seen more tokens than this fragment has merged, and may replace its values."""
+    """Learner -> its `seen`. These have seen more tokens than this fragment has merged, and may replace its values."""
     seeding: Record | None = None
     """While SEEDING: the record of the version that the seed becomes."""
     values: Values | None = None
@@ -234,7 +234,7 @@ class FragmentState:
         self.declined.clear()
 
     def mirror(self, record: Record, published: Published) -> None:
-        """Any -> RESTING: the mirrored shard announced a version. The one before stays for learners that know it."""
+        """Any -> RESTING: the mirrored shard announced a version. The previous one stays for learners that know it."""
         self.kept = {} if self.published is None else {self.version_id: (self.record, self.published)}
         self.before = None if published.change is None else self.version_id
         self.record, self.published = record, published
@@ -243,12 +243,12 @@ class FragmentState:
     # ------------------------------------------------------------ changes in every phase
 
     def rename(self, epoch: int) -> None:
-        """Rename the latest version: its old name may also name bytes that were lost."""
+        """Give the latest version a new name: its old name may also name bytes that were lost."""
         self.record, self.before = replace(self.record, epoch=epoch), None
         self.kept.clear()
 
     def decline(self, learner_id: str, header: PushHeader, answer: PushAnswer) -> None:
-        """Remember that a contribution was not taken, as long as its round may open again."""
+        """Remember that a contribution was not taken, for as long as its round may open again."""
         if header.round != self.version + 1:
             return
         answers = self.declined.setdefault(learner_id, {})
@@ -257,7 +257,7 @@ class FragmentState:
             del answers[next(iter(answers))]  # the oldest
 
     def forget(self, learner_id: str) -> None:
-        """Forget a learner's merges. A process that asks under its id hears that they are unknown."""
+        """Forget a learner's merges. A process that asks with its id hears that they are unknown."""
         merged = self.record.merged_versions.pop(learner_id, 0)
         self.record.merged_by.pop(learner_id, None)
         self.declined.pop(learner_id, None)
@@ -327,8 +327,8 @@ class FragmentState:
         return theirs.version > self.recovered.version and theirs.epoch >= self.recovered.epoch
 
     def is_beside(self, theirs: Held) -> bool:
-        """Whether a learner went on from an earlier version, in a later epoch than the restored version's. That happens
-        when a promoted standby lacked versions that this shard had."""
+        """Whether a learner continued from an earlier version, in a later epoch than the restored version's. This
+        happens when a promoted standby lacked versions that this shard had."""
         recovered = self.recovered
         return recovered is not None and theirs.epoch > recovered.epoch and theirs.version < recovered.version
 

@@ -4,7 +4,7 @@ Names follow the Prometheus conventions (base units, `_total` for counters) and 
 registry, because a worker may run in a process with other metrics. Labels are bounded: fragments, codes of errors.py,
 and learner ids, which the shard has checked and forgets after the learner is gone. docs/metrics.md lists all metrics.
 
-Here are a registry, declarations, buckets, and the metrics of every process; `shard.py` and `worker.py` declare theirs.
+This file has a registry, declarations, buckets and the metrics of every process; `shard.py` and `worker.py` add theirs.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
 
 
 class MetricsRegistry(CollectorRegistry):
-    """A registry with the metrics and versions of the process itself.
+    """A registry with the metrics and versions of the process itself,
 
-    Without the `_created` series that the library adds to every counter and histogram.
+    without the `_created` series that the library adds to every counter and histogram.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.before_scrape: Callable[[], None] = lambda: None
-        """Sets metrics that are only read at a scrape."""
+        """Sets the metrics that are computed only at a scrape."""
         ProcessCollector(registry=self)
         build = Declare(self).gauge(
             "diloco_build_info", "Versions of this process; always 1.", "version", "python", "torch", "grpcio"
@@ -71,8 +71,8 @@ class MetricTotals:
     """A counter that follows totals kept elsewhere.
 
     It never falls: a total that starts over adds nothing until it exceeds the old one. There is no series before the
-    first total, unless it begins at zero, as rates and alerts need it. A zero followed by a shard's recovered total
-    would look like that much work done at once.
+    first total, unless `begin` starts it at zero, as rates and alerts need. A zero followed by a shard's recovered
+    total would look like that much work done at once.
     """
 
     def __init__(self, name: str, what: str, labels: Sequence[str], registry: CollectorRegistry) -> None:
@@ -120,14 +120,14 @@ class Certificates:
         )
 
     def follow(self, files: Callable[[], TlsFiles]) -> None:
-        """Report on these files from now on, as last read."""
+        """From now on, report on these files as they were last read."""
         self._expires.labels("ca").set_function(lambda: _expires(files().ca))
         if files().pair is not None:
             self._expires.labels("own").set_function(lambda: _expires((files().pair or (b"", b""))[1]))
 
 
 def _expires(pem: bytes) -> float:
-    """When a certificate expires, or the first of several."""
+    """When a certificate expires; of several, the first one in the file."""
     return x509.load_pem_x509_certificate(pem).not_valid_after_utc.timestamp()
 
 

@@ -1,6 +1,6 @@
 """All metrics of a shard, in groups, and those of a mirror or a standby.
 
-Totals follow the shard's own counts (`diloco_server/core/ledger.py`) at each scrape; other metrics are set where things
+Totals follow the shard's own counts (`diloco_server/core/ledger.py`) at each scrape; other metrics are set as events
 happen.
 """
 
@@ -14,8 +14,8 @@ from diloco_common.errors import CONTRIBUTIONS, all_kinds
 from diloco_common.observe.metrics import COUNTS, SECONDS, Certificates, Declare, MetricsRegistry
 
 ComputePhase = Literal["inspect", "seed", "merge", "encode"]
-"""Work of the compute thread: norms of contributions, version 0, merging up to the encoded version, and encoding for an
-observer."""
+"""The work of the compute thread: norms of contributions; version 0; merging, up to the encoded version; encoding for
+an observer."""
 LearnerState = Literal["alive", "stalled", "evicted", "left"]
 """As in the core. Evicted: the lease ran out. Left: the learner said goodbye."""
 LEARNER_STATES: tuple[LearnerState, ...] = get_args(LearnerState)
@@ -43,7 +43,7 @@ class Itself:
         self._refused_calls.labels(code).inc()
 
     def settings(self, settings: Mapping[str, float]) -> None:
-        """By setting name, such as sync.quorum."""
+        """The values by the setting's name, such as sync.quorum."""
         for name, value in settings.items():
             self._settings.labels(name).set(value)
 
@@ -210,7 +210,7 @@ class Storage:
 
 
 class ShardMetrics:
-    """All metrics of a shard. Everything but totals is safe to set from any thread."""
+    """All metrics of a shard. Any thread may set everything except totals."""
 
     def __init__(self) -> None:
         self.registry = MetricsRegistry()
@@ -224,7 +224,7 @@ class ShardMetrics:
 
 
 class FollowingMetrics:
-    """How it follows its shard. Values computed at each scrape belong to the process that follows."""
+    """How a reader follows its shard. Values computed at each scrape belong to the reader's process."""
 
     def __init__(self, declare: Declare) -> None:
         self.up = declare.gauge("diloco_reader_up", "1 while its shard sends.", "role")
@@ -248,7 +248,7 @@ class ReaderMetrics:
         self.following = FollowingMetrics(Declare(self.registry))
 
     def follow(self, role: str, look: Callable[[], tuple[bool, bool, int, float, int]]) -> None:
-        """`look` returns whether it is up and ready, versions and seconds that it is behind, and versions skipped."""
+        """`look` returns whether it is up and ready, the versions and seconds it is behind, and versions skipped."""
 
         def sample() -> None:
             up, ready, versions, seconds, skipped = look()

@@ -11,7 +11,7 @@ from diloco_common.observe.metrics import SECONDS, Certificates, Declare, Metric
 PushOutcome = Literal["accepted", "duplicate", "late", "rejected", "failed"]
 """The four answers of the protocol, and "failed" for no answer."""
 SyncPhase = Literal["snapshot", "encode", "decode", "apply"]
-"""Work for synchronization on a learner."""
+"""The work that synchronization causes on a learner."""
 
 
 class Training:
