@@ -1,23 +1,23 @@
 """Limits how much one contribution may move the model, from the other contributions of its round.
 
-In each round, the longest contribution counts for at most twice as long as the second longest; among strangers
-(`guard.trust`), for as long as the median (adaptive robust clipping, arXiv 2405.14432):
+In each round, the longest contribution counts as at most twice as long as the second longest; among strangers
+(`guard.trust`), as at most as long as the median (adaptive robust clipping, arXiv 2405.14432):
 
     v_i <- v_i min(1, limit_i / |v_i|)
     limit_i = max(times_i * second longest at equal steps, FALLS * what i or the second counted for before)
 
 `times_i` lies between `APART` and `TWICE`, and grows with the learner's agreement in direction with the others. "At
 equal steps" multiplies another's length by max(1, steps_i / its steps); strangers' steps are not believed. The part cut
-off is lost: carried along, it would accumulate. In a round of one or two there is no majority, so a contribution may be
+off is lost: if it were carried, it would accumulate. A round of one or two has no majority, so a contribution may be
 `RISES` times as long as before. A contribution with more than half of the weight of its round is not cut either.
 
 Directions are compared with the others of the round and with the learner's previous contribution, on one sample of
 elements, so the time does not grow with the fragment. A learner is left out while it points away from the others,
-beyond chance, nearly as much as they agree without it; a stranger, if it points away at all. So is a learner that alone
-repeats itself. It is asked like the others, and applies the global values as if it were merged.
+beyond chance, nearly as much as they agree without it; a stranger, if it points away at all. A learner that alone
+repeats itself is also left out. It is asked like the others, and applies the global values as if it were merged.
 
-Claims of members are believed. A stranger's weight and tokens count for at most the lower median of its round, and a
-round of strangers needs a majority.
+The shard believes what members claim. A stranger's weight and tokens count as at most the lower median of its round,
+and a round of strangers needs a majority.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from diloco_server.core.merge import rows, shares_of
 from diloco_server.core.round import Contribution, LengthLimit, Quorum
 
 STRETCHES, STRETCH = 16, 1 << 12
-"""Sampled stretches of a fragment, evenly spread, and their length. Unrelated vectors then have a cosine of 0.004."""
+"""Number of evenly spread stretches sampled in a fragment, and their length. Unrelated vectors: a cosine of 0.004."""
 MANY = 64
 """Above this many contributions, which are compared in pairs, fewer elements are sampled."""
 COMPARED = 512
-"""Elements of the sample kept until the next contribution: 1 KiB for each learner and fragment."""
+"""Elements of the sample that are kept until the next contribution: 1 KiB for each learner and fragment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +49,11 @@ class Direction:
     """The direction of a contribution, in a round where at least one has two others."""
 
     cosine: float
-    """Cosine with the others: the mean, by how much each counts; among strangers, the median."""
+    """Cosine with the others: the mean, weighted by how much each counts; among strangers, the median."""
     others: float
     """The others' cosine with each other; 0 if there is only one."""
     again: float | None = None
-    """Cosine with its learner's contribution to the version before; None: there was none."""
+    """Cosine with its learner's contribution to the previous version; None: there was none."""
 
 
 def directions(
@@ -66,8 +66,8 @@ def directions(
 ) -> dict[str, Direction]:
     """The direction of each contribution to a fragment of `num_elements`: of `part`, which is merged, and of `beside`.
 
-    Empty where there are only two, since either may point away. `said`: learner -> the sample of its last contribution;
-    replaced by those of this round. `median`: compare as among strangers.
+    Empty if there are only two, since either may point away. `said`: learner -> the sample of its last contribution;
+    this call replaces them by those of this round. `median`: compare as among strangers.
     """
     taken = [c for c in (*part, *beside) if c.norm > 0]
     shares = dict(zip((c.learner_id for c in part), shares_of(part), strict=True))
@@ -104,7 +104,7 @@ def _compared(taken: Sequence[Contribution], num_elements: int) -> tuple[Tensor,
     products, kept = torch.zeros(len(taken), len(taken), dtype=torch.float64), []
     for stretch in stretches:
         for _, some in rows(taken, stretch):
-            values = some.double()  # float32 would lose the others beside one with nearly all of the weight
+            values = some.double()  # float32 would lose the others next to one with nearly all of the weight
             products += values @ values.T
             kept.append(some[:, ::every].bfloat16())
     return products, torch.cat(kept, 1)
@@ -130,29 +130,29 @@ def _ratio(dots: Tensor, sizes: Tensor) -> Tensor:
 
 
 TWICE = 2.0
-"""Limit relative to the second longest: healthy learners that agree in direction stay within it, but for warm-up."""
+"""Limit relative to the second longest: healthy learners that agree in direction stay within it, except in warm-up."""
 FALLS = 0.8
 """Share of a limit that remains in the next round, so that newcomers with a rate near zero do not cut the others. With
-a larger share, a learner ten times too long would keep the length from before all rates fell."""
+a larger share, a learner that is ten times too long would keep the length that it had before all rates fell."""
 APART = 1 / FALLS
-"""Limit for a learner that points nowhere, as noise and outdated work do: it may be as long as the second longest of
-the round before, after that has fallen. At `TWICE`, noise costs more than the learner's absence."""
+"""Limit for a learner that points nowhere, like noise and outdated work: it may be as long as the second longest of the
+previous round, after that has fallen. At `TWICE`, noise costs more than the learner's absence."""
 RISES = TWICE * TWICE
-"""Limit relative to the round before, in rounds of one or two: two warm-up rounds differ by up to this factor."""
+"""Limit relative to the previous round, in rounds of one or two: two warm-up rounds differ by up to this factor."""
 OPPOSED = 0.75
-"""A learner points away if its cosine is below minus this multiple of the others' own. A flipped sign has -1 times it.
-A healthy learner that alone has met some rare words goes down to -0.5 times, as the others pull the model back.
-A learner repeats itself only if its agreement is below this share of the others' own."""
+"""A learner points away if its cosine is below minus this multiple of the others' own. A flipped sign gives -1 times
+it. A healthy learner that alone has met some rare words goes down to -0.5 times, as the others pull the model back. A
+learner repeats itself only if its agreement is below this share of the others' own."""
 FEW = 16
-"""Maximum number of members among which one that points away is left out: among 17, a flip costs 1 %, and rare words
+"""With more members than this, none is left out for pointing away: among 17, a flipped sign costs 1 %, and rare words
 look worse."""
 LITTLE = 0.1
-"""Share of the length of another. A shorter contribution is not judged: at a rate of zero, it is only rounding. A
+"""A contribution shorter than this share of the longest is not judged: at a rate of zero, it is only rounding. A
 learner that changes this much less repeats itself; one that alone pulls in its direction changes 0.4 times as much."""
 ERRORS = 3.0
-"""Standard errors beyond which a mean is not chance."""
+"""A mean this many standard errors above zero is not chance."""
 TOLD = 24
-"""Contributions in a mean: those of one H for a shard that has all 24 fragments."""
+"""Number of contributions in a mean: those of one H for a shard that has all 24 fragments."""
 
 
 @dataclass
@@ -169,7 +169,7 @@ class Told:
 
     @property
     def along(self) -> float:
-        """Its agreement with the others relative to their agreement with each other, 0 to 1; 1 while unknown."""
+        """Its agreement with the others, relative to their agreement with each other, from 0 to 1; 1 while unknown."""
         if not self.is_full or not self._others_agree():
             return 1.0
         others = fmean(d.others for d in self.directions)
@@ -199,13 +199,13 @@ class Told:
 
 @dataclass
 class Influence:
-    """The influence of each learner of one shard. Kept in memory only; a restarted shard starts from nothing."""
+    """The influence of each learner of one shard. It is only in memory; a restarted shard starts without it."""
 
     strangers: bool = False
     left_out: set[str] = field(default_factory=set)
     _told: dict[str, Told] = field(default_factory=dict)
     _own: dict[int, dict[str, LengthLimit]] = field(default_factory=dict)
-    """Fragment -> learner -> the length for which its last contribution counted."""
+    """Fragment -> learner -> the length that counted of its last contribution."""
 
     def quorum(self, asked: Iterable[Member], quorum: Quorum) -> Quorum:
         """The quorum for opening and closing rounds: among strangers, more than half of the learners that answer."""
@@ -218,7 +218,7 @@ class Influence:
         return [m for m in live if m.learner_id not in self.left_out]
 
     def unjudged(self, live: Sequence[Member]) -> tuple[str, ...]:
-        """Readmit all learners that are left out, and return them, if fewer than two others are left to judge them."""
+        """If fewer than two others remain to judge them, readmit all learners that are left out, and return them."""
         if not self.left_out or len(self.merging(live)) > 1:
             return ()
         back = tuple(sorted(self.left_out))
@@ -235,21 +235,21 @@ class Influence:
     ) -> tuple[dict[str, Contribution], LengthLimit | None]:
         """Bound the contributions to a round that closes. Returns them by learner, and the limit for the next round.
 
-        `before`: the limit from the round before; None: there was none.
+        `before`: the limit from the previous round; None: there was none.
         """
         bounded, own = self.bound_weights(taken), self._own.setdefault(fragment_id, {})
         limits, after = self._limits([c for c in bounded.values() if c.norm > 0], before, own)
         for learner_id, most in limits.items():
             c = bounded[learner_id]
             bounded[learner_id] = replace(c, kept=min(1.0, most / c.norm))
-            # In a round of one or two, remember less than what counts, or the limit would grow without end.
+            # In a round of one or two, remember less than the length that counts, or the limit would grow without end.
             remembered = most * TWICE / RISES if len(limits) < 3 else most
             if not self.strangers:
                 own[learner_id] = LengthLimit(min(c.norm, remembered), c.steps)
         return bounded, after
 
     def bound_weights(self, taken: Sequence[Contribution]) -> dict[str, Contribution]:
-        """Bound only weights and tokens: the lengths of contributions to buffers mean nothing."""
+        """Bound only weights and tokens, because the lengths of contributions to buffers mean nothing."""
         if not self.strangers:
             return {c.learner_id: replace(c, counted=c.tokens) for c in taken}
         weight, tokens = median_low(c.weight for c in taken), median_low(c.tokens for c in taken)
@@ -284,7 +284,7 @@ class Influence:
         return limits, max(told, fallen, key=lambda limit: limit.at(max(told.steps, fallen.steps)))
 
     def begin(self, learner_id: str) -> None:
-        """Forget a learner: a new process joined under its id, or the shard has forgotten it."""
+        """Forget a learner: a new process joined with its id, or the shard has forgotten it."""
         self._told.pop(learner_id, None)
         self.left_out.discard(learner_id)
         for own in self._own.values():
@@ -329,7 +329,7 @@ class Influence:
         return {i for i in full if len(least) > 1 and changes[i] < LITTLE * least[1] and full[i].along < OPPOSED}
 
     def _listen_anew(self) -> None:
-        """Drop all directions: other learners are merged from now on, so the old ones do not compare."""
+        """Drop all directions: other learners are merged from now on, so old and new ones cannot be compared."""
         for told in self._told.values():
             told.directions.clear()
 

@@ -1,4 +1,4 @@
-"""The facts that a shard's core records, and the totals kept of them.
+"""The facts that a shard's core records, and their totals.
 
 A fact is noted once (`effects.Outbox.note`) and counted only here. The log prints single facts (`told_of`); /status,
 /rounds and the counters of /metrics show the totals.
@@ -16,18 +16,18 @@ from diloco_common.wire.messages import Outcome, PushAnswer, PushHeader
 from diloco_server.core.round import CloseReason
 
 ROUNDS_MAX = 2048
-"""Rounds that are remembered, over all fragments. The oldest are dropped."""
+"""Maximum number of rounds remembered, over all fragments. The oldest are dropped."""
 ANSWER_MAX = 512
-"""Rounds, or lines of the record, in one answer, which the next one continues; and events that are remembered."""
+"""Maximum number of rounds, or lines of the record, in one answer (the next continues it), and of remembered events."""
 RECORD_MAX = 32_768
-"""Merged contributions that are remembered, over all fragments. The oldest are dropped."""
+"""Maximum number of merged contributions remembered, over all fragments. The oldest are dropped."""
 
 # ------------------------------------------------------------------ facts
 
 
 @dataclass(frozen=True, slots=True)
 class ContributionAnswered:
-    """A contribution was answered. One in parts counts once, and a seed only if it is refused."""
+    """A contribution was answered. A contribution in parts counts once, and a seed counts only if it is refused."""
 
     learner_id: str
     header: PushHeader
@@ -86,7 +86,7 @@ class Merged(NamedTuple):
 
     learner_id: str
     tokens: int
-    """As claimed by the learner."""
+    """The number that the learner claimed."""
     share: float
     """Share of the version's weights, in [0, 1]; 0: left out."""
     kept: float
@@ -112,7 +112,7 @@ class VersionsLost:
     fragment_id: int
     epoch: int
     recovered: int
-    """The restored version; also 0 if none was, and a learner seeds the fragment again."""
+    """The restored version; also 0 if none was restored, and a learner seeds the fragment again."""
     seen: int
     learner_id: str
     tokens: int = 0
@@ -121,11 +121,11 @@ class VersionsLost:
 
 @dataclass(frozen=True, slots=True)
 class ValuesReplaced:
-    """A learner that had seen more tokens replaced the values of versions that began with nothing."""
+    """A learner that had seen more tokens replaced the values of versions that began from nothing."""
 
     fragment_id: int
     version: int
-    """The last version before."""
+    """The last version before the replacement."""
     tokens_merged: int
     learner_id: str
 
@@ -154,7 +154,7 @@ class LearnerGone:
 
 @dataclass(frozen=True, slots=True)
 class LearnerForgotten:
-    """A learner was gone for so long that its state was dropped."""
+    """A learner has been gone for so long that its state was dropped."""
 
     learner_id: str
 
@@ -343,7 +343,7 @@ class Ledger:
     """Totals of one epoch, which only grow, and its last rounds and events.
 
     Tokens count once per fragment of the model that they were pushed for. Every change of a round and every event takes
-    the next number, so a reader asks for what came after the last number it has seen.
+    the next number, so a reader asks for everything after the last number it has seen.
     """
 
     rounds: int = 0
@@ -386,7 +386,7 @@ class Ledger:
         return self.participants / self.rounds if self.rounds else 0.0
 
     def since(self, seq: int) -> tuple[int, Sequence[TracedRound], Sequence[Event]]:
-        """What came after `seq`, oldest first, at most `ANSWER_MAX` rounds; and the number to ask with next."""
+        """Changes after `seq`, oldest first, with at most `ANSWER_MAX` rounds; and the `seq` for the next call."""
         newer: list[TracedRound] = []
         for traced in reversed(self._traced.values()):
             if traced.seq <= seq:
@@ -467,7 +467,7 @@ class Ledger:
                     traced.refused[answer.code] += 1
 
     def _changed(self, fragment_id: int, number: int, **what: Any) -> TracedRound | None:
-        """Update these fields of a round and make it the newest. None: it is too old, or of another epoch."""
+        """Update these fields of a round and make it the newest. None: it is too old, or from another epoch."""
         traced = self._traced.get((fragment_id, number))
         if traced is None:
             return None

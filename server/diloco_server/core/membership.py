@@ -48,13 +48,13 @@ class Member:
     last_heard: float
     last_step_at: float
     began: float
-    """When its process started, by this shard's clock: the least that its Joins said, since a slow one says more."""
+    """When its process started, by this shard's clock: the earliest that its Joins said. A slow Join says later."""
     index: int = 0
     """Its number, unique among live learners."""
     site: str = ""
-    """Where it says it is, for mirrors; empty: nowhere."""
+    """The site that it reports, for mirrors; empty: it reports none."""
     first_generation: int = 0
-    """The first generation of this process; earlier ones are over, and are answered SUPERSEDED."""
+    """The first generation of this process. Earlier ones are over; their calls are answered SUPERSEDED."""
     previous: tuple[str, float] | None = None
     """The process that had the id before this one, and when it started."""
     state: LeaseState = LeaseState.ALIVE
@@ -67,16 +67,16 @@ class Member:
     first_step: int | None = None
     """Inner step of this generation's first report; the cadence counts from it."""
     idle_rounds: int = 0
-    """Rounds that asked this process and closed without it, since it was last in one."""
+    """Rounds that asked this process and closed without it since its last contribution."""
     silent_rounds: int | None = None
-    """Such rounds since it last pushed for one, even late; None: it never did."""
+    """Such rounds since it last pushed for one, even late; None: it never has."""
     waited_for: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Fragment -> the last round that waited for it because it was overdue, and its inner step then."""
+    """Fragment -> the last round that waited for it because it was overdue, and its inner step at that time."""
     had_last: set[int] = field(default_factory=set)
-    """Fragments for which it had the round that it requested while leaving. One each until it is merged there, across
-    processes, so that no one can force rounds open."""
+    """Fragments for which it had the round that it requested while leaving. It gets one for each until it is merged
+    there, across processes, so that nobody can force rounds open."""
     last_tries: Counter[int] = field(default_factory=Counter)
-    """Fragment -> the number of those rounds, since its contribution may be lost or refused."""
+    """Fragment -> how many of those rounds it had, since its contribution may be lost or refused."""
     asked: int = 0
     contributed: int = 0
     merged: int = 0
@@ -85,7 +85,7 @@ class Member:
     """Requested contributions that are in no version, by code."""
 
     def least(self, process_id: str, began: float) -> float:
-        """When a process started that says `began` now, by what this one and the one before it have said."""
+        """When a process started that now says `began`: the earliest that it said, here or as the previous process."""
         known = dict(filter(None, [self.previous, (self.process_id, self.began)]))
         return min(began, known.get(process_id, began))
 
@@ -100,24 +100,24 @@ class Member:
 
     @property
     def is_idle(self) -> bool:
-        """It is asked, but none of its contributions is accepted."""
+        """Whether it is asked, but none of its contributions is accepted."""
         return self.idle_rounds >= IDLE_ROUNDS
 
     @property
     def sets_pace(self) -> bool:
-        """It counts when the usual pace is measured: it is alive and answers requests, even late."""
+        """Whether it counts when the usual pace is measured: it is alive and answers requests, even late."""
         answers = self.silent_rounds is not None and self.silent_rounds < IDLE_ROUNDS
         return answers and self.state is LeaseState.ALIVE
 
     @property
     def may_answer(self) -> bool:
-        """It answers requests, or was not asked often enough to tell."""
+        """Whether it answers requests, or was not asked often enough to tell."""
         rounds = self.idle_rounds if self.silent_rounds is None else self.silent_rounds
         return rounds < IDLE_ROUNDS and self.state is LeaseState.ALIVE
 
     @property
     def is_leaving(self) -> bool:
-        """It hands over its last work and takes no more steps."""
+        """Whether it hands over its last work and takes no more steps."""
         return self.progress.last_rounds is not None
 
     def takes_part(self, fragment_id: int) -> bool:
@@ -129,7 +129,7 @@ class Member:
         return fragment_id in (self.progress.last_rounds or ()) and fragment_id not in self.had_last
 
     def takes_last(self, fragment_id: int) -> bool:
-        """If it still needs that round, count this one as it. Returns whether it did."""
+        """If it still needs that round, this round counts as that one. Returns whether it needed it."""
         wants = self.wants_last(fragment_id)
         if wants:
             self.had_last.add(fragment_id)
@@ -175,8 +175,8 @@ class Membership:
         """Check whether this process, which started at `began`, may join.
 
         Of two processes with one id, the one that started later has the id, at every shard: otherwise each could hold
-        some shards for ever. A shard knows a start only as well as the Join was quick, so of two that started within
-        `JOIN_WITHIN_S` the greater process id counts as later. A process without a lease never blocks another.
+        some shards forever. A slow Join makes a start look later, so if two processes started within `JOIN_WITHIN_S`,
+        the one with the greater process id counts as later. A process without a lease never blocks another.
 
         Raises Superseded if the process that holds the lease is the later one.
         """
@@ -191,7 +191,7 @@ class Membership:
     def join(
         self, learner_id: str, process_id: str, now: float, index: int | None = None, age_s: float = 0.0
     ) -> Member:  # fmt: skip
-        """Grant a lease under a new generation. `index`: the number that the learner says it had. Raises Busy."""
+        """Grant a lease with a new generation. `index`: the number that the learner says it had. Raises Busy."""
         old = self._members.get(learner_id)
         if (old is None or not old.live) and len(self.live()) >= self._max_learners:
             raise Busy(f"{self._max_learners} learners hold a lease already (shard.max_learners); try again later")
@@ -215,7 +215,7 @@ class Membership:
         return member
 
     def _index(self, learner_id: str, had: int | None) -> int:
-        """The first free number of: the one it says it had, its last one, and the smallest."""
+        """The first of these numbers that is free: the one it says it had, its last one, and then the smallest."""
         old = self._members.get(learner_id)
         taken = {m.index for m in self.live() if m.learner_id != learner_id}
         candidates: tuple[int | None, ...] = (had, None if old is None else old.index, *range(len(taken) + 1))
@@ -241,7 +241,7 @@ class Membership:
         if member.state is LeaseState.LEFT:
             return NotJoined(f"{member.learner_id} has left; join again to come back")
         if member.evicted_for == Revoked.code:
-            return NotJoined(f"{member.learner_id} was revoked; join again with what proves it now")
+            return NotJoined(f"{member.learner_id} was revoked; join again with a valid certificate")
         limit = f"{self._settings.lease_s:g} s (lease.lease_s)"
         return LeaseExpired(f"{member.learner_id} was silent for more than {limit}; join again")
 
@@ -291,7 +291,7 @@ class Membership:
         return gone
 
     def forget(self) -> list[str]:
-        """Drop members without a lease above the bound, longest gone first. Returns their ids."""
+        """If more than `max_gone` members have no lease, drop those that left first. Returns their ids."""
         if len(self._members) - len(self.live()) <= self.max_gone:
             return []
         gone = sorted((m for m in self._members.values() if not m.live), key=lambda m: m.last_heard)
@@ -311,14 +311,14 @@ class Membership:
 
 
 def superseded(learner_id: str) -> Superseded:
-    """The refusal for a process whose id was taken by another."""
+    """The refusal for a process whose id another process has taken."""
     return Superseded(f"another process joined as {learner_id}; give each worker its own learner id")
 
 
 ALIKE = 3
-"""This many equal losses of two learners at equal steps and tokens are no coincidence: they have the same data."""
+"""So many equal losses of two learners at equal steps and tokens are no coincidence: they train on the same data."""
 REPORTS_MAX = 4096
-"""Maximum number of reports, and pairs of learners, that are remembered: some steps of a thousand learners."""
+"""Maximum number of remembered reports, and of pairs of learners: enough for some steps of a thousand learners."""
 
 
 class Likeness:

@@ -1,14 +1,14 @@
 """Merges contributions into one pseudo-gradient.
 
-Per piece, with contributions v, weights w = tokens^2 / steps, and shares s = w / sum w:
+For each piece, with contributions v, weights w = tokens^2 / steps, and shares s = w / sum w:
 
     mean    sum s v
     rda     (sum s|v|) unit(sum s unit(v)),  unit(0) = 0        radial-directional averaging
     agreement   (1 - c / 2) sum s v,   c: mean cosine of two contributions, at least 0
 
 Outer gradients of different learners are nearly orthogonal, so the mean of M of norm R has only norm R / sqrt(M). RDA
-averages directions and lengths separately and keeps R. It falls back to the mean where the directions cancel, and
-pieces whose rule is the mean (embeddings and output heads) never use RDA.
+averages directions and lengths separately and keeps R. If the directions cancel, it falls back to the mean. Pieces
+whose rule is the mean (embeddings and output heads) never use RDA.
 
 Where contributions agree, an outer step of eta / (1 - mu) > 1 overshoots. They agree most at the beginning of a run and
 where H is small. There the agreement rule shortens the mean, by half at most.
@@ -17,22 +17,22 @@ v is a contribution after `influence.py` has bounded its length (`Contribution.k
 
 Each rule is a weighted sum of the contributions. The weights need only the norms, which are known, and either the norm
 of the mean direction (rda) or all dot products (user rules); for these the contributions are read once more. They stay
-compressed until here. They are summed in float32, slice by slice in sorted learner order, so the result depends on the
-set alone, bit for bit.
+compressed until here. They are summed in float32, slice by slice in sorted learner order, so the result depends only on
+the set, bit for bit.
 
-Contributions to buffers become the next values of the buffers, by the rule of each.
+Contributions to buffers become the next values of the buffers, by each buffer's own rule.
 
-A learner pushes a buffer whole, as the difference to zero. So the values depend on no base version, and the formulas
-are exact even if learners have different ones. A learner's last contribution keeps counting while it has its lease,
-also in rounds without it; otherwise a slow learner's data would be in every fourth version only. With values x of the
-learners, the weights for one round, and shares s = w / sum w:
+A learner pushes a whole buffer, as its difference from zero. So the values depend on no base version, and the formulas
+are exact even if learners have different ones. A learner's last contribution counts as long as it has its lease, even
+in rounds without it; otherwise a slow learner's data would be only in every fourth version. With the learners' values
+x, the weights for one round, and shares s = w / sum w:
 
     mean       sum s x
-    variance   sum s x + sum s (m - mean)^2,   m and mean of the running mean beside it
+    variance   sum s x + sum s (m - mean)^2,   m: the values of the running mean beside it
     most       max x
     one        x of the learner with the largest weight, the first of these by id
 
-Values that are equal at all learners stay equal, bit for bit.
+Values that are equal on all learners stay equal, bit for bit.
 """
 
 from __future__ import annotations
@@ -61,17 +61,17 @@ from diloco_server.core.round import Contribution
 DOT_SLICE = SLICE_ELEMENTS // 8
 """Elements of each contribution decoded at a time for dot products."""
 NEGLIGIBLE = FLOAT32_TINY**0.5
-"""A contribution shorter than this share of the radius has no direction: scaling it up would leave float32."""
+"""A contribution shorter than this share of the radius has no direction: scaled up, it would overflow float32."""
 AGREED = 0.5
-"""The share by which the mean is shortened if contributions agree in full."""
+"""The share by which the mean is shortened if contributions agree fully."""
 CANCELLED = 1e-6
-"""Directions cancel where the norm of their weighted mean is below this."""
+"""Directions cancel if the norm of their weighted mean is below this."""
 
 
 class PieceNorms:
     """The L2 norm of each piece of a contribution, summed chunk by chunk while the bytes arrive.
 
-    Also checks the bytes. An error is raised only by `finish`, since a wrong checksum tells more.
+    It also checks the bytes. Only `finish` raises an error, since a wrong checksum tells more.
     """
 
     def __init__(self, header: PayloadHeader, num_pieces: int, places: Sequence[PieceSpan]) -> None:
@@ -111,8 +111,8 @@ class PieceNorms:
             self._first += 1
 
     def finish(self) -> tuple[float, ...]:
-        """The norms: non-finite exactly where an element is, or a sum of squares overflows float32. Raises
-        BadPayload."""
+        """The norms. A norm is not finite if and only if an element is not, or the sum of squares overflows float32.
+        Raises BadPayload."""
         if self._error is not None:
             raise self._error
         return tuple(map(root, self._squares))
@@ -162,13 +162,13 @@ class MergedSlice:
 MergeRule = Callable[[Sequence[float], Sequence[float], Callable[[], Tensor]], Sequence[float]]
 """A user's merge rule. It gets the norms of the contributions to a piece, their shares (which add up to 1), and a
 function that reads them once and returns their dot products, float64 (M, M). It returns their factors. Contributions
-are sorted by learner id. Embedding and output head are still merged by the mean."""
+are sorted by learner id. The mean still merges embeddings and output heads."""
 
 
 def merge(
     contributions: Sequence[Contribution], pieces: Sequence[Piece], rule: str | MergeRule
 ) -> Iterator[MergedSlice]:
-    """The merged pseudo-gradient of a fragment, slice by slice in order. `rule`: the name of ours, or a user's.
+    """The merged pseudo-gradient of a fragment, slice by slice in order. `rule`: a built-in rule's name, or a user's.
 
     All contributions have one encoding (`admission.check_sizes`), and their bytes were checked (`piece_norms`).
     """
@@ -187,7 +187,7 @@ def shares_of(ordered: Sequence[Contribution]) -> list[float]:
 
 
 def rows(ordered: Sequence[Contribution], bounds: slice) -> Iterator[tuple[slice, Tensor]]:
-    """Decoded elements of all contributions, at most `DOT_SLICE` at a time: their place, and float32 (M, n)."""
+    """Decoded elements of all contributions, at most `DOT_SLICE` at a time: their position, and float32 (M, n)."""
     yield from _rows([_source(c.payload) for c in ordered], bounds)
 
 
@@ -220,14 +220,14 @@ def _weights(
 def _checked(weights: Sequence[float], num_sources: int) -> Sequence[float]:
     if len(weights) != num_sources or not all(map(math.isfinite, weights)):
         raise ValueError(
-            f"the rule in sync.merge gave {weights} for {num_sources} contributions: one finite number each"
+            f"the rule in sync.merge gave {weights} for {num_sources} contributions: return one finite number for each"
         )
     return weights
 
 
 def _agreement(sources: Sequence[_Addend], piece: Piece, weights: Sequence[float], lengths: Sequence[float]) -> float:
-    """Weighted mean cosine of two contributions, in [0, 1]. Reads them once, to take the norm of their sum. `lengths`:
-    norm times weight of each."""
+    """Weighted mean cosine of two contributions, in [0, 1]. Reads them once, for the norm of their sum. `lengths`: the
+    norm times the weight of each."""
     alone, pairs = sum(x * x for x in lengths), 2 * sum(x * y for x, y in itertools.combinations(lengths, 2))
     together = sum(part.sum_squares() for part in _slices(sources, piece.bounds, weights))
     return min(1.0, max(0.0, (together - alone) / pairs)) if pairs > 0 else 0.0
@@ -268,7 +268,7 @@ class _Addend(Protocol):
     codec: Codec
 
     def part(self, start: int) -> tuple[ChunkPart, int]:
-        """Elements from `start` of the fragment on, and where they end."""
+        """Elements of the fragment from `start` on, and where they end."""
 
 
 def _source(payload: Payload | PartedPayload) -> _Addend:
@@ -284,7 +284,7 @@ class _WholePayload:
         self._chunks = chunk_tensors(payload)
 
     def part(self, start: int) -> tuple[ChunkPart, int]:
-        """Elements from `start` of the payload on, and the end of their chunk."""
+        """Elements of the payload from `start` on, and the end of their chunk."""
         index = start // self._chunk_elements
         bounds = self._bounds[index]
         return ChunkPart(self._chunks[index], bounds.stop - bounds.start, start - bounds.start), bounds.stop
@@ -325,7 +325,7 @@ class Latest:
     def take(
         self, merging: Sequence[Contribution], live: Collection[str]
     ) -> tuple[list[Contribution], list[Contribution]]:
-        """The contributions of a closed round, and those of earlier rounds that count beside them, sorted by learner.
+        """The contributions of a closed round, and those of earlier rounds that also count, each sorted by learner.
 
         `live`: learners with a lease that are not left out.
         """

@@ -1,8 +1,8 @@
 """Checks that all learners of a run train the same model over the same frozen tensors.
 
-The first learner brings both, unless the settings name the model. Only trained parameters are merged; those trained
-over different frozen tensors do not belong together. Frozen tensors are not stored. After a restart of the shard, the
-first learner to join declares them again.
+The first learner brings both, unless the settings name the model. Only trained parameters are merged; parameters that
+were trained over different frozen tensors do not belong together. Frozen tensors are not stored. After a restart of the
+shard, the first learner to join declares them again.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def _what_is_averaged(here: Sequence[TensorSpec], there: Sequence[TensorSpec]) -
         kinds = [" and ".join(kinds_of(tensors)) or "another optimizer" for tensors in (here, there)]
         if kinds[0] != kinds[1]:
             return (
-                f"this run averages that of {kinds[0]}, and the caller has that of {kinds[1]}, which means other values"
+                f"this run averages that of {kinds[0]}, but the caller has that of {kinds[1]}, which means other values"
             )
-        return "this run averages other tensors than the caller"
-    return f"this run averages {'momentum' if here else 'none'}, and the caller {'some' if there else 'none'}"
+        return "this run and the caller average different tensors"
+    return f"this run averages {'momentum' if here else 'none'}, but the caller {'some' if there else 'none'}"
 
 
 def check_model_digest(expected: str, theirs: Sequence[TensorSpec]) -> None:
@@ -87,14 +87,14 @@ class Frozen:
         ]
         if different:
             raise FrozenMismatch(
-                f"frozen tensors differ from those that {self._declared_by} has brought to this run (the run's <-> the "
+                f"frozen tensors differ from those that {self._declared_by} brought to this run (the run's <-> the "
                 f"caller's): {some(different, '; ')}. Load the same base in the same dtype; or, if it "
                 'may differ, join(..., frozen="any"). If your loop changes them itself (a teacher, a target network), '
-                'join(..., private=[...]) keeps them local, and shared="all" merges them, too'
+                'join(..., private=[...]) keeps them local, and shared="all" merges them too'
             )
 
     def adopt(self, learner_id: str, theirs: Sequence[FrozenTensor]) -> None:
-        """Adopt what was unknown from the declaration of a learner that was admitted."""
+        """Add to the known frozen tensors from the declaration of a learner that was admitted."""
         if theirs and not self._tensors:
             self._tensors, self._declared_by = {t.name: t for t in theirs}, learner_id
         for tensor in theirs:

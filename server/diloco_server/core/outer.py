@@ -1,8 +1,8 @@
-"""The outer optimizers, which turn a pseudo-gradient into a new version. Per fragment, computed in float32.
+"""The outer optimizers, which turn a pseudo-gradient into a new version. Each fragment has its own, in float32.
 
 G is the merged pseudo-gradient (anchor minus local value), so descending along G moves towards the learners. Momentum
 is kept as bfloat16 between steps, unless mu is large. It forgets a share 1 - mu in each step, so rounding errors do not
-accumulate; but where that share is about as small as the rounding error, momentum stands still.
+accumulate. But if that share is about as small as the rounding error, momentum stops changing.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from diloco_server.core.merge import MergedSlice, shares_of
 from diloco_server.core.round import Contribution
 
 BFLOAT16_MU_MAX = 0.7
-"""Largest mu with bfloat16 momentum. Theta is then off by less than 0.3 % of its way in the worst case, where all
-gradients agree: by 0.06 % at 0.5. It would be 1.5 % at 0.9, and 20 % at 0.99."""
+"""Largest mu with bfloat16 momentum. In the worst case, when all gradients agree, theta is then off by less than 0.3 %
+of its way, and by 0.06 % at 0.5. It would be 1.5 % at 0.9, and 20 % at 0.99."""
 
 
 def momentum_for(contributions: Sequence[Contribution], merge: object) -> float:
     """The mu of a round for `outer.momentum = "auto"`: mu = l / (l + 2), l = log2 M.
 
-    It is l / (l + 1) with the agreement rule, which shortens steps along which learners agree. M is the number of
-    equally weighted learners whose mean would be as certain as this one: (sum w)^2 / sum w^2.
+    It is l / (l + 1) with the agreement rule, which shortens steps in directions in which learners agree. M is the
+    number of equally weighted learners whose mean would be as certain as this one: (sum w)^2 / sum w^2.
     """
     shares = shares_of(sorted(contributions, key=lambda c: c.learner_id))
     doublings = -math.log2(sum(share * share for share in shares))
@@ -49,7 +49,7 @@ class OuterOptimizer(ABC):
     def __init__(self, settings: OuterSettings) -> None:
         self.settings = settings
         self.momentum = BFLOAT16_MU_MAX if settings.momentum == "auto" else settings.momentum
-        """The mu of the next step. Where it depends on the round, it starts at its maximum."""
+        """The mu of the next step. If mu depends on the round, this starts at its maximum."""
 
     def with_momentum(self, mu: float) -> Self:
         other = copy(self)
@@ -62,19 +62,19 @@ class OuterOptimizer(ABC):
     def step(self, theta: Tensor, gradient: Tensor, buffers: Sequence[Tensor], outer_step: int) -> None:
         """Take one outer step in place. Theta and gradient are float32 [num_elements], buffers of `buffer_dtype`.
 
-        `outer_step` counts from 1. Spoils `gradient`.
+        `outer_step` counts from 1. Overwrites `gradient`.
         """
         for start in range(0, theta.numel(), SLICE_ELEMENTS):
             part = slice(start, start + SLICE_ELEMENTS)
             self.update(theta[part], gradient[part], [b[part] for b in buffers], outer_step)
 
     def step_merged(self, theta: Tensor, merged: MergedSlice, buffers: Sequence[Tensor], outer_step: int) -> None:
-        """As `step`, for a slice that is not summed yet; theta and buffers are that slice's."""
+        """Like `step`, for a slice that is not summed yet; theta and buffers are those of the slice."""
         self.step(theta, merged.tensor(), buffers, outer_step)
 
     @abstractmethod
     def update(self, theta: Tensor, gradient: Tensor, buffers: Sequence[Tensor], outer_step: int) -> None:
-        """As `step`, for part of a fragment. Keep state only in theta and buffers, which are stored; buffers start as
+        """Like `step`, for part of a fragment. Keep state only in theta and buffers, which are stored; buffers start as
         zeros."""
 
 
@@ -118,7 +118,7 @@ class Nesterov(OuterOptimizer):
 
 
 class TakeMean(OuterOptimizer):
-    """theta <- theta - G: takes the learners' mean. For tensors that are not parameters, whatever the settings say."""
+    """theta <- theta - G: takes the learners' mean. Used for tensors that are not parameters, whatever the settings."""
 
     num_buffers = 0
 

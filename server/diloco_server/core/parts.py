@@ -1,8 +1,8 @@
 """Contributions that arrive in parts, one from each rank of a learner.
 
-A part names its ranges of the fragment. Parts wait in the round until they cover the fragment exactly; only then are
-they a contribution. They are dropped with the round, or with the generation that it asked. Parts do not overlap, but
-each range may bring 255 elements of padding (parts.py of the worker). So ranges and padding of all parts together are
+A part names its ranges of the fragment. Parts wait in the round until they cover the fragment exactly; only then do
+they become a contribution. They are dropped with the round, or with the generation that it asked. Parts do not overlap,
+but each range may add 255 elements of padding (parts.py of the worker). So ranges and padding of all parts together are
 bounded: an incomplete contribution holds at most twice the fragment's elements plus PADDING_MAX.
 """
 
@@ -42,7 +42,7 @@ class PartedPayload:
     """The payload of a complete contribution in parts, which together hold each element of the fragment once."""
 
     header: PayloadHeader
-    """The header of the whole: `num_bytes` is the sum over parts, and there is no checksum."""
+    """The header of the whole contribution: `num_bytes` is the sum over parts, and there is no checksum."""
     parts: tuple[RankPart, ...]
 
     def has(self, header: PushHeader) -> bool:
@@ -61,7 +61,7 @@ class PieceSpan(NamedTuple):
 
 
 class HalfContribution:
-    """The parts of one contribution that have come so far."""
+    """The parts of one contribution that have arrived so far."""
 
     def __init__(self, header: PushHeader, fragment_elements: int) -> None:
         self.whole = whole_of(header)
@@ -81,7 +81,7 @@ class HalfContribution:
 
     @property
     def is_complete(self) -> bool:
-        """True once they have as many elements as the fragment, since parts do not overlap."""
+        """True once the parts have as many elements as the fragment, since parts do not overlap."""
         return self._covered == self._elements
 
     def has(self, header: PushHeader) -> bool:
@@ -92,7 +92,7 @@ class HalfContribution:
         if whole_of(header) != self.whole:
             raise ContributionConflict(
                 f"fragment {header.fragment_id}: part {header.part} is of another contribution to round {header.round} "
-                "than the parts that came before; all ranks of a learner must take it at the same step boundary"
+                "than the earlier parts; all ranks of a learner must take it at the same step boundary"
             )
         held = self._parts.get(header.part)
         if held is not None and (held.payload.header, held.ranges) == (header.payload, header.ranges):
@@ -100,7 +100,7 @@ class HalfContribution:
         if held is not None or _overlap(self._ranges, header.ranges):
             raise ContributionConflict(
                 f"fragment {header.fragment_id}: part {header.part} of round {header.round} holds elements that "
-                "another part has brought; every element must be in one part"
+                "another part also holds; every element must be in one part"
             )
         self._check_room(header)
         return False
@@ -163,13 +163,13 @@ def check_ranges(header: PushHeader, fragment_elements: int) -> int:
     if stop > fragment_elements or (header.ranges and not is_part(header)):
         raise BadPayload(
             f"fragment {header.fragment_id}: part {header.part} of {header.num_parts} has ranges up to element {stop}, "
-            f"the fragment has {fragment_elements} elements; only parts have ranges, and those of the fragment"
+            f"the fragment has {fragment_elements} elements; only parts have ranges, and only within the fragment"
         )
     return num_elements(header.ranges)
 
 
 def places_of(ranges: Sequence[Range], pieces: Sequence[Piece]) -> list[PieceSpan]:
-    """The positions of pieces in a payload with these ranges, ascending; no ranges: the whole fragment."""
+    """The positions of pieces in a payload with these ranges, ascending. No ranges mean the whole fragment."""
     if not ranges:
         return [PieceSpan(i, p.offset, p.offset + p.num_elements) for i, p in enumerate(pieces)]
     found = []

@@ -1,14 +1,14 @@
 """How long rounds wait once they have their quorum, and for which learners.
 
-Once a round has its quorum, it stays open for a fixed or an adaptive time. No learner waits or loses work meanwhile:
+Once a round has its quorum, it stays open for a fixed or an adaptive time. Meanwhile no learner waits or loses work:
 waiting only delays the next version. An adaptive round waits for every learner that is expected (`arrivals.py`), but at
 most its patience beyond the usual learner:
 
     patience = max(PATIENCE * H, tau) * step_time + 4 * scatter, within H (or tau) steps
 
-where scatter is the deviation of the usual learner's steps from their average: on a busy machine, or where steps come
-in bursts, some take no time at all. From its quorum on, a round never waits longer than `LONGEST` times that, nor for
-more than a minute.
+where scatter is the deviation of the usual learner's steps from their average: on a busy machine, or when steps are
+reported in bursts, some take no time at all. From its quorum on, a round never waits longer than `LONGEST` times its
+patience, nor longer than a minute.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class MovingAverage:
 
 def adaptive_s(step_time_s: float, every: int, scatter_s: float) -> float:
     """How long a round stays open after its quorum, in seconds. `step_time_s`, `scatter_s`: medians of the live
-    learners, so that no straggler widens it. `every`: the current H."""
+    learners, so that a straggler does not prolong it. `every`: the current H."""
     patience_s = max(PATIENCE * every, OVERLAP_STEPS) * step_time_s + SCATTER * scatter_s
     return min(LONGEST * min(patience_s, max(every, OVERLAP_STEPS) * step_time_s), LONG_S)
 
@@ -62,7 +62,7 @@ class RoundPatience:
         self, sync: SyncSettings, every: SyncInterval, influence: Influence, membership: Membership, versions: Versions
     ) -> None:
         self._open_s = MovingAverage()  # from opening a round to announcing its version
-        self._publish_s = MovingAverage()  # from closing a round to that
+        self._publish_s = MovingAverage()  # from closing a round to announcing its version
         self._sync = sync
         self._every = every
         self._influence = influence
@@ -78,16 +78,16 @@ class RoundPatience:
     def announced(self, closed: Round, now: float) -> None:
         """Measure a closed round that became a version."""
         self._publish_s.add(now - closed.closed_at)
-        self._open_s.add(min(now - closed.opened_at, self.overdue_after_s))  # capped: a standstill is not usual
+        self._open_s.add(min(now - closed.opened_at, self.overdue_after_s))  # capped, because a standstill is not usual
 
     @property
     def overdue_after_s(self) -> float:
-        """How long a round may stay open before it is reported: ten times as long as usual, and at least 10 s."""
+        """How long a round may stay open before it is reported: ten times as long as usual, but at least 10 s."""
         usual_s = self._open_s.value
         return 60.0 if usual_s is None else max(10 * usual_s, 10.0)
 
     def grace_s(self) -> float:
-        """The grace window now, in seconds, from learners that contribute; from all live ones while there are none."""
+        """The current grace window in seconds, measured on learners that contribute; if none do, on all live ones."""
         if self._sync.grace != "adaptive":
             return self._sync.grace
         reports = self._usual_reports()
@@ -129,7 +129,7 @@ class RoundPatience:
         return max((self._overdue_until(state, i, patience_s, now) for i in collecting.awaited), default=now)
 
     def _overdue_until(self, state: FragmentState, learner_id: str, patience_s: float, now: float) -> float:
-        """Time until which to wait, in one round, for a learner that was not merged here for `OVERDUE` times its usual
+        """Time until which one round waits for a learner that has not been merged here for `OVERDUE` times its usual
         steps. Its step takes longer than rounds wait, so it might never contribute while one is open."""
         member, collecting = self._membership.get(learner_id), state.round
         if member is None or member.reports is None or collecting is None:
@@ -149,14 +149,14 @@ class RoundPatience:
         return expected_at + slack_s if waits_in == collecting.round else now
 
     def usual_at(self, state: FragmentState, collecting: Round) -> float:
-        """When the median of all learners that this round asked is expected to have contributed."""
+        """When the median learner of those that this round asked is expected to have contributed."""
         found = {learner_id: self._membership.get(learner_id) for learner_id in collecting.asked}
         members = [m for i, m in found.items() if m is not None and m.generation == collecting.asked[i]]
         num_elements = state.fragment.num_elements
         return median_low(m.arrivals.expected_at(state.last_request, num_elements) for m in members)
 
     def measured(self) -> Measured:
-        """The measurements that bound H. Fragments that are due more rarely weigh less."""
+        """The measurements that bound H. Fragments that are due less often weigh less."""
         manifest, found = self._versions.manifest, [m.arrivals for m in self._setting_pace()]
         assert manifest is not None
         own = sum(1 / s.fragment.traits.times(self._sync) for s in self._versions.fragments.values())

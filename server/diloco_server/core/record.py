@@ -27,7 +27,7 @@ class Record:
     tokens_merged: int
     """Counted tokens (`influence.py`). Stops at `bounds.TOKENS_COUNTED_MAX`, so it can always be sent."""
     forgotten_version: int = 0
-    """The latest version with a contribution of a learner that is no longer in `merged_versions`. Grows."""
+    """The latest version with a contribution of a learner that is no longer in `merged_versions`. It never falls."""
     limit: LengthLimit | None = None
     """The length limit after the last round (`influence.py`); None: no round has set it."""
     merge: str = ""
@@ -42,7 +42,7 @@ class Record:
 
 
 def check_record(record: Record) -> None:
-    """Check that every number is in the range that a shard can continue from and send. Raises ValueError naming it.
+    """Check that a shard can continue from every number and send it. Raises a ValueError that names a wrong one.
 
     A version file is checked like a call: anyone who can write a file can write a matching checksum.
     """
@@ -78,8 +78,8 @@ def next_record(
 ) -> Record:
     """The record of the version that a closed round makes.
 
-    A stranger here is a learner that this shard knows only from before its restart. Above `strangers_max` entries,
-    those merged longest ago are dropped.
+    A stranger here is a learner that this shard knows only from before its restart. If there are more than
+    `strangers_max` entries, those merged longest ago are dropped.
     """
     merged_versions, merged_by = dict(before.merged_versions), dict(before.merged_by)
     tokens, forgotten_version = before.tokens_merged, before.forgotten_version

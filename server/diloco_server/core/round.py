@@ -32,7 +32,7 @@ class LengthLimit:
     """The length above which a contribution of this many inner steps is cut."""
 
     length: float
-    """L2 norm."""
+    """The L2 norm."""
     steps: int
 
     def at(self, steps: int) -> float:
@@ -95,14 +95,14 @@ class Round:
     """The version that it will produce."""
     opened_at: float
     asked: dict[str, int]
-    """Learner -> the generation that was asked. Includes learners that lost their lease since."""
+    """Learner -> the generation that was asked. It includes learners that have lost their lease since."""
     lost: set[str] = field(default_factory=set)
-    """Asked learners whose generation has ended: they went or joined again."""
+    """Asked learners whose generation has ended: they left or joined again."""
     refused: set[str] = field(default_factory=set)
     """Asked learners whose contribution was refused. The round does not wait for another one."""
     contributions: dict[str, Contribution] = field(default_factory=dict)
     halves: dict[str, HalfContribution] = field(default_factory=dict)
-    """Learner -> the parts of its incomplete contribution. Only asked, current generations have any."""
+    """Learner -> the parts of its incomplete contribution. Only current generations that were asked have any."""
     last_of: set[str] = field(default_factory=set)
     """Leaving learners whose last work this round collects. It waits for them beyond the grace window."""
     beside: frozenset[str] = frozenset()
@@ -113,7 +113,7 @@ class Round:
     """The length limit for the next round. Set when this round closes."""
     asked_at: float = field(init=False)
     usual_at: float = 0.0
-    """When the median of the asked learners is expected to have contributed; 0: unknown."""
+    """When the median asked learner is expected to have contributed; 0: unknown."""
     awaited_last: str = ""
     """The learner for which the round last decided to wait; it is checked first the next time."""
     awaited: dict[str, int] = field(init=False)
@@ -157,7 +157,7 @@ class Round:
         """Stop waiting for a learner whose contribution was refused. Returns whether the round was waiting.
 
         `whole`: identifies the contribution (`parts.whole_of`) whose parts are dropped; parts of a later one stay.
-        None: any.
+        None: drop any.
         """
         half = self.halves.get(learner_id)
         if half is not None and whole in (None, half.whole):
@@ -169,9 +169,9 @@ class Round:
         return waited
 
     def lose(self, learner_id: str, quorum: Quorum) -> Contribution | None:
-        """The generation that was asked ended: remove its contribution and return it.
+        """The generation that was asked has ended: remove its contribution and return it.
 
-        If the quorum is lost with it, the round asks again later like one that never had its quorum.
+        If the quorum is lost with it, the round later asks again, like one that never had its quorum.
         """
         if learner_id not in self.asked:
             return None
@@ -207,15 +207,15 @@ class Round:
         return None if self.quorum_at is None or now < waits_until else CloseReason.GRACE
 
     def lacks_quorum_since(self, then: float) -> bool:
-        """Whether the quorum is still missing although every asked learner has had the time since `then`.
+        """Whether the quorum is still missing, although every asked learner has had time since `then`.
 
-        The round then asks again, so that one learner that never contributes cannot block those that joined since.
+        The round then asks again, so that one learner that never contributes cannot block those that joined later.
         """
         return self.quorum_at is None and self.asked_at < then
 
     @property
     def is_void(self) -> bool:
-        """It has nothing to merge and awaits no one."""
+        """Whether it has nothing to merge and waits for nobody."""
         return not self.awaited and self.contributions.keys() <= self.beside
 
 

@@ -1,4 +1,4 @@
-"""Rounds: opens and closes them, chooses the learners to ask, and updates rounds when a learner goes.
+"""Opens and closes rounds, chooses the learners to ask, and updates rounds when a learner goes.
 
 Makes no versions: a closed round goes to the shell as `MergeRound`. `round.py` holds the state of one round, `due.py`
 finds the fragments that are due, `taking.py` handles pushes, and `patience.py` says how long a round waits.
@@ -74,7 +74,7 @@ class Rounds:
             collecting.lose(member.learner_id, self.patience.quorum(collecting))
 
     def _lose_parts(self, member: Member) -> None:
-        """Drop the incomplete uploads and pulls of its ranks."""
+        """Drop the learner's incomplete uploads and the pulls of its ranks."""
         for state in self._versions.fragments.values():
             state.may_bring.pop(member.learner_id, None)
             if state.pulled.pop(member.learner_id, None) is not None:
@@ -94,7 +94,7 @@ class Rounds:
     # ------------------------------------------------------------ time
 
     def tick(self, now: float, *, may_open: bool) -> None:
-        grace_s: float | None = None  # computed once, and only where a round has its quorum
+        grace_s: float | None = None  # computed once, and only if a round has its quorum
         for state in self._collecting():
             assert state.round is not None
             state.round.look(self.patience.quorum(state.round), now)
@@ -238,7 +238,7 @@ class Rounds:
                 self._outbox.note(EveryChanged(before, self.every.steps, words))
 
     def pulled(self, member: Member, fragment_id: int, version: int, now: float) -> None:
-        """A learner that had an earlier version has pulled this one in full. Its time counts if this is still the
+        """A learner that had an earlier version has pulled this one completely. The time counts if this is still the
         latest."""
         announced_at = self.every.announced_at.get(fragment_id)
         if announced_at is not None and version == self._versions.owned(fragment_id).version:

@@ -2,8 +2,8 @@
 
 Callers report events and their times (`join`, `progress`, `committed`, ..., `tick`). The shard changes its state and
 queues effects for the shell to carry out. This file is the interface; it also updates rounds and versions when a
-learner joins or goes. The other decisions are in five files, and callers report to `taking`, `versions` and `rounds`
-what concerns these alone:
+learner joins or goes. Five files make the other decisions. Callers report directly to `taking`, `versions` and `rounds`
+if an event concerns only one of these:
 
     membership.py   leases and generations
     influence.py    how much one contribution may move the model
@@ -239,7 +239,7 @@ class Shard:
         return Pulse(self.tokens_merged, self.settings.run.tokens, len(self.membership.live()))
 
     def owned(self, fragment_id: int) -> FragmentState:
-        """Raises UnknownFragment."""
+        """The state of a fragment that this shard owns. Raises UnknownFragment."""
         return self.versions.owned(fragment_id)
 
     def published(self, fragment_id: int) -> tuple[int, Payload]:
@@ -270,7 +270,7 @@ class Shard:
         return held
 
     def change_since(self, fragment_id: int, have: VersionId | None) -> Payload | None:
-        """The change from the version before the latest to the latest; None if the caller has another. Raises
+        """The change from the previous version to the latest; None if the caller has another version. Raises
         UnknownFragment."""
         state = self.owned(fragment_id)
         if state.published is None or have is None or have != state.before:

@@ -1,4 +1,4 @@
-"""Handles pushes: each is accepted for a round, held until its other parts arrive, late, or refused.
+"""Handles pushes. Each is accepted for a round, held until its other parts arrive, answered as late, or refused.
 
 `admission.py` has the rules for one push, and `rounds.py` opens and closes rounds.
 """
@@ -51,7 +51,7 @@ class Taking:
         except Refusal as refusal:
             answer = self.reject(member, header, refusal)
         request = self._request(header)
-        if request is not None and answer is not HELD:  # an empty part does not show when the others arrive
+        if request is not None and answer is not HELD:  # an empty part says nothing about when the others arrive
             member.arrivals.header(request, now, wanted=answer is None)
         return answer
 
@@ -93,12 +93,12 @@ class Taking:
         else:
             self._accept(state, Contribution.of(member, header, payload, piece_norms), now)
             member.contributes()
-            member.takes_last(header.fragment_id)  # what an older report asks for is in this one
+            member.takes_last(header.fragment_id)  # this contribution holds what an older report asks for
         self._count(member, header, ACCEPTED)
         return ACCEPTED
 
     def _seed(self, state: FragmentState, member: Member, tokens_merged: int) -> None:
-        """Take a learner's values as version 0, or in place of values trained from less."""
+        """Take a learner's values as version 0, or in place of values with fewer merged tokens."""
         if state.seeded:
             fact = ValuesReplaced(state.fragment.fragment_id, state.version, state.tokens_merged, member.learner_id)
             self._outbox.note(fact)
@@ -202,13 +202,13 @@ class Taking:
         self._outbox.note(ContributionDropped(contribution.learner_id, contribution.fragment_id, tokens))
 
     def tokens(self, fragment_id: int, tokens: int) -> int:
-        """How many of a contribution's tokens are counted: all for the model, none for buffers."""
+        """How many of a contribution's tokens are counted: all for the model, none for other tensors."""
         state = self._versions.fragments.get(fragment_id)
         return tokens if state is None or state.fragment.traits.is_of_model else 0
 
 
 def _check_finite(header: PushHeader, piece_norms: Sequence[float]) -> None:
-    """Raises NotFinite."""
+    """Check that all values are finite. Raises NotFinite."""
     if not math.isfinite(total_norm(piece_norms)):
         raise NotFinite(
             f"fragment {header.fragment_id}: a value is NaN or infinite, or their squares overflow; check the "

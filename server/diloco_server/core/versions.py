@@ -1,11 +1,11 @@
 """Versions: seeds, commits and announces them, and detects lost ones.
 
-Owns the manifest, the shard's fragments, the merge rule, and the end of the run. `rounds.py` chooses the contributions
-of a version.
+Owns the manifest, the shard's fragments and the merge rule, and decides when the run ends. `rounds.py` chooses the
+contributions of a version.
 
 With `sync.merge = "auto"`, the run chooses its merge rule when its first learner names its optimizer, and keeps it:
-agreement for Adam and its kin, the mean for others. It takes the mean if a version is made before any learner has named
-one. Learners with other optimizers are merged by the same rule.
+agreement for Adam and similar ones, the mean for others. It takes the mean if a version is made before any learner has
+named one. Learners with other optimizers are merged by the same rule.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from diloco_server.core.record import Record, next_record
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The run's token budget: the run ends once every fragment has merged this many tokens."""
+    """The run's token budget: the run ends once every fragment of the model has merged this many tokens."""
 
     tokens: int
     influence: Influence
 
     def believed(self, tokens_merged: int) -> int:
-        """The merged tokens that a seed claims, at most the budget; a run may have gone a little beyond."""
+        """The merged tokens that a seed claims, but at most the budget: a run may have gone a little beyond it."""
         return min(tokens_merged, self.tokens) if self.tokens > 0 else tokens_merged
 
     def is_reached(self, state: FragmentState) -> bool:
@@ -67,14 +67,14 @@ class Versions:
         self.budget = Budget(run.tokens, influence)
         self.began_with_nothing = True
         self.done = False
-        """The token budget is reached, and the last version of every fragment is made. Never reset."""
+        """Whether the token budget is reached and the last version of every fragment is made. Never reset."""
         self.closing: dict[int, int] = {}
         """Once the model has its budget: fragments of buffers -> their last version. Its round opens after the model's
-        last one, so it holds the statistics that learners have counted until then."""
+        last round, so it holds all statistics that learners have counted until then."""
         self._is_closing = False
         self.frozen = Frozen()
         self._knows_keys = False
-        """Whether a learner has declared the names in this epoch; otherwise they are those of the stored versions."""
+        """Whether a learner has declared the names in this epoch; if not, they are those of the stored versions."""
         self._model_digest = run.model
         self._placed = shard
         self._num_fragments = sync.fragments
@@ -85,9 +85,9 @@ class Versions:
     # ------------------------------------------------------------ the model
 
     def adopt_or_check(self, tensors: Sequence[TensorSpec]) -> None:
-        """Adopt the model of the first learner, or compare with it. The settings may name a model.
+        """Adopt the model of the first learner, or compare a later one with it. The settings may name a model.
 
-        It may be replaced while nothing is seeded and no learner has a lease. Raises ManifestMismatch.
+        The model may be replaced while nothing is seeded and no learner has a lease. Raises ManifestMismatch.
         """
         in_use = any(s.seeded or s.computing for s in self.fragments.values()) or self._membership.live()
         if self.manifest is not None and in_use:
@@ -113,8 +113,8 @@ class Versions:
     def check_frozen(self, frozen: Sequence[FrozenTensor]) -> None:
         """Compare a learner's frozen tensors with those declared before. Raises FrozenMismatch.
 
-        They belong to the learners with leases and to the versions of this epoch. So a learner that joins first after a
-        restart, with other tensors, binds no one once it has gone.
+        They belong to the learners with leases and to the versions of this epoch. So if the first learner after a
+        restart has other tensors and leaves again, these bind nobody.
         """
         if not self._membership.live() and not any(
             s.version and s.epoch == self.epoch for s in self.fragments.values()
@@ -123,7 +123,7 @@ class Versions:
         self.frozen.check(frozen)
 
     def owned(self, fragment_id: int) -> FragmentState:
-        """Raises UnknownFragment."""
+        """The state of a fragment that this shard owns. Raises UnknownFragment."""
         state = self.fragments.get(fragment_id)
         if state is None:
             mine = ", ".join(map(str, sorted(self.fragments))) or "none yet"
@@ -229,15 +229,15 @@ class Versions:
     def look_for_losses(self, learner_id: str, held: Sequence[Held], tokens_seen: int = 0) -> list[FragmentState]:
         """Look for versions that a learner holds and this shard has lost. Returns the fragments that were renamed.
 
-        A lost version of the restored version's epoch is the hard case: its number will be given to another version.
-        Then the restored version is renamed, so that this learner pulls it. `tokens_seen`: merged into the newest
+        A lost version of the restored version's epoch is the hard case: another version will get its number. Then the
+        restored version is renamed, so that this learner pulls it. `tokens_seen`: the tokens merged into the newest
         version that the learner has seen.
         """
         renamed = []
         for theirs in held:
             state = self.fragments.get(theirs.fragment_id)
             if state is not None and theirs.epoch != self.epoch and state.is_beside(theirs):
-                state.forget(learner_id)  # its contributions since are in none of these versions
+                state.forget(learner_id)  # none of these versions holds its contributions since then
             if state is None or theirs.epoch == self.epoch or not state.lacks(theirs):
                 continue
             recovered = state.recovered
@@ -256,7 +256,7 @@ class Versions:
 
     def look_for_more(self, learner_id: str, tokens_seen: int, since: float) -> None:
         """Let a learner replace the values of fragments that were seeded from nothing after `since`, if it has seen
-        more tokens. Until then it is told of no version, or it would lose its values."""
+        more tokens. Until then it hears of no version, or it would lose its values."""
         for state in self.fragments.values():
             if state.knows_less(tokens_seen, since):
                 state.may_bring[learner_id] = tokens_seen
@@ -273,7 +273,7 @@ class Versions:
         return sum(s.tokens_merged for s in states) // len(states) if states else 0
 
     def is_final(self, state: FragmentState) -> bool:
-        """Whether no more versions of a fragment are made. Buffers go on as long as the model."""
+        """Whether the fragment gets no more versions. Buffers continue as long as the model."""
         return self.budget.is_reached(state) if state.fragment.traits.is_of_model else self.done
 
     @property
@@ -298,7 +298,7 @@ class Versions:
     def _announce(self, state: FragmentState) -> None:
         told = [m for m in self._membership.live() if m.learner_id not in state.may_bring]
         self._outbox.tell_all(told, state.announcement())
-        if not state.fragment.traits.is_of_model or self.budget.is_reached(state):  # otherwise the run cannot be over
+        if not state.fragment.traits.is_of_model or self.budget.is_reached(state):  # otherwise the run is not over
             self._check_budget()
 
     def _check_budget(self) -> None:
@@ -313,7 +313,7 @@ class Versions:
         if self.closing and self._membership.live():
             return
         if any(s.computing for s in self.fragments.values()):
-            return  # a version of a buffer: all learners shall take the same last ones
+            return  # a version of a buffer is on its way, and all learners should take the same last versions
         self.closing.clear()
         self.done = True
         self._outbox.note(BudgetReached(self.tokens_merged))

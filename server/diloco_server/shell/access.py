@@ -1,7 +1,7 @@
 """Checks who may call, by certificate, and ends open calls whose proof expires or is revoked.
 
-The rules follow from the settings. Certificates and the deny-list are read again when their files change. Nothing here
-knows gRPC.
+The rules follow from the settings. Certificates and the deny-list are read again when their files change. This file
+does not use gRPC.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Callers:
     """The callers of one shard. Owned by its event loop."""
 
     def __init__(self, wall_clock: Callable[[], float], *, needs_certificate: bool = False) -> None:
-        """`needs_certificate`: False trusts what callers say. `wall_clock`: seconds since 1970."""
+        """`needs_certificate`: if False, trust what callers say. `wall_clock`: seconds since 1970."""
         self._wall_clock = wall_clock
         self._needs_certificate = needs_certificate
         self._revoked: frozenset[str] = frozenset()
@@ -44,7 +44,7 @@ class Callers:
 
         Args:
             claimed: the identity that the call states.
-            certificate: of the connection, in PEM; TLS has checked its chain.
+            certificate: the connection's certificate, in PEM; TLS has checked its chain.
 
         Raises Unauthenticated, Expired, Revoked or WrongIdentity.
         """
@@ -55,12 +55,12 @@ class Callers:
         subject = proof.subject
         if subject.run_id != claimed.run_id:
             raise WrongIdentity(
-                f"{subject.uri} belongs to another run than this shard's {claimed.run_id!r}; issue one for it"
+                f"{subject.uri} belongs to another run than this shard's {claimed.run_id!r}; issue one for this run"
             )
-        # Without a learner id the caller is an observer. A learner may be one: both read the same model.
+        # Without a learner id the caller is an observer. A learner may act as one: both read the same model.
         if claimed.learner_id and (subject.scope is not Scope.LEARNER or subject.name != claimed.learner_id):
             raise WrongIdentity(
-                f"{subject} calls as learner {claimed.learner_id}; use that one's certificate, or its own id"
+                f"{subject} calls as learner {claimed.learner_id}; use that learner's certificate, or its own id"
             )
         return replace(claimed, proof=proof)
 
@@ -73,7 +73,7 @@ class Callers:
 
     @asynccontextmanager
     async def holding(self, caller: Identity) -> AsyncIterator[None]:
-        """Hold this while a call is open. Raises Revoked or Expired inside it when its proof ends."""
+        """Hold this while a call is open. When its proof ends, this raises Revoked or Expired inside the call."""
         if (proof := caller.proof) is None:
             yield
             return
@@ -113,7 +113,7 @@ class Callers:
         return proof_of(certificate)
 
     def _check(self, proof: Proof, *, is_over: bool = False) -> None:
-        """Raises Revoked or Expired. `is_over`: raise one in any case, whatever the clock says."""
+        """Raises Revoked or Expired. `is_over`: raise one of them in any case, whatever the clock says."""
         what = f"the certificate of {proof.subject} (serial {proof.serial})"
         if not self.holds(proof):
             raise Revoked(f"{what} was revoked; if this learner is welcome, issue another")
@@ -144,7 +144,7 @@ class AccessFiles:
         path = security.revoked or (security.tls / REVOKED if security.tls else None)
         self._deny_list = DenyList(path, is_required=security.revoked is not None)
         self.callers.deny(self._deny_list.serials)
-        self._said: dict[str, str] = {}  # what is wrong -> why
+        self._said: dict[str, str] = {}  # problem -> reason
 
     def served(self) -> TlsFiles:
         assert self.tls is not None
@@ -169,7 +169,7 @@ class AccessFiles:
         """Apply changed files, until cancelled.
 
         `renewed`: serves with these files from now on. `revoked`: ends the leases of certificates with these serials,
-        whether or not a call of theirs is open, and returns their learners.
+        even if no call of theirs is open, and returns their learners.
         """
         while True:
             await asyncio.sleep(AGAIN_S)
@@ -217,7 +217,7 @@ class AccessFiles:
 
 
 def check_consent(settings: Settings) -> None:
-    """Raises ConfigError if plaintext needs explicit consent."""
+    """Raises ConfigError if plaintext needs explicit consent, and the settings do not give it."""
     security, listen = settings.security, parse_address(settings.shard.listen)
     if security.tls is None and not security.insecure and not is_loopback(listen.host):
         raise ConfigError(
