@@ -261,7 +261,7 @@ def told_of(fact: Fact) -> FactWords | None:
         case VersionsLost():
             return FactWords("versions lost", _shown(fact), "error")
         case ValuesReplaced():
-            words = "values replaced: this learner has seen more than they held"
+            words = "values replaced: this learner has seen more tokens than they held"
             return FactWords(words, _shown(fact), "warning")
         case LearnerJoined():
             return FactWords("returned" if fact.returned else "joined", _shown(fact, "returned"))

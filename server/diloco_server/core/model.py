@@ -39,7 +39,7 @@ def _what_is_averaged(here: Sequence[TensorSpec], there: Sequence[TensorSpec]) -
                 f"this run averages that of {kinds[0]}, but the caller has that of {kinds[1]}, which means other values"
             )
         return "this run and the caller average different tensors"
-    return f"this run averages {'momentum' if here else 'none'}, but the caller {'some' if there else 'none'}"
+    return f"this run averages {'momentum' if here else 'none'}, and the caller {'some' if there else 'none'}"
 
 
 def check_model_digest(expected: str, theirs: Sequence[TensorSpec]) -> None:

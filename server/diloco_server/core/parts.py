@@ -100,7 +100,7 @@ class HalfContribution:
         if held is not None or _overlap(self._ranges, header.ranges):
             raise ContributionConflict(
                 f"fragment {header.fragment_id}: part {header.part} of round {header.round} holds elements that "
-                "another part also holds; every element must be in one part"
+                "another part has sent; every element must be in one part"
             )
         self._check_room(header)
         return False

@@ -228,7 +228,7 @@ class Shard:
 
     @property
     def tokens_merged(self) -> int:
-        """Merged tokens, averaged over the shard's fragments."""
+        """Merged tokens, averaged over the shard's fragments of the model."""
         return self.versions.tokens_merged
 
     @property

@@ -1,7 +1,7 @@
 """Carries out a shard's effects: tell, seed, merge, and record facts.
 
-It turns a seed or a closed round into a version: compute, make durable, announce. A `Shell` provides the means: the
-host has threads and a disk; the lockstep shards of the lab and the tests do the work at once.
+It turns a seed or a closed round into a version: compute it, make it durable, announce it. A `Shell` provides the
+means: the host has threads and a disk; the lockstep shards of the lab and the tests do the work at once.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Shell(Protocol):
         """Run arithmetic, in the order of the calls."""
 
     def failed(self, merge: MergeRound, error: Exception) -> None:
-        """End the shard: a merge left values of no version."""
+        """End the shard, because a failed merge left values that belong to no version."""
 
     async def keep(self, version: StoredVersion) -> None:
         """Make a version durable. It may be announced once this returns."""
@@ -67,7 +67,7 @@ class Witness(Protocol):
         """Seconds that the merge and the outer step took."""
 
     def announcing(self, state: FragmentState) -> None:
-        """A version is durable and not announced yet."""
+        """A version is durable, but not announced yet."""
 
 
 class EffectDriver:
@@ -81,12 +81,12 @@ class EffectDriver:
         self._shard, self._shell, self._witness = shard, shell, witness
         self._sync = shard.settings.sync
         self.is_mirrored: Callable[[], bool] = lambda: False
-        """Whether a mirror follows: versions are hashed then."""
+        """Whether a mirror follows. If so, versions are hashed."""
         self.tell_readers: Callable[[Directive], None] = lambda directive: None
         """Receives every directive that goes to all learners."""
 
     def making(self, fragment: Fragment) -> Making:
-        """The settings apply to the model; other kinds have their own rules."""
+        """How to make versions of this fragment. The settings apply to the model; other kinds have their own rules."""
         return self._of_model if fragment.traits.is_of_model else self._as_merged
 
     def carry_out_all(self) -> None:

@@ -1,8 +1,8 @@
-"""Another gRPC service of a shard: its health, grpc.health.v1 with Check and Watch.
+"""Another gRPC service of a shard, its health: grpc.health.v1 with Check and Watch.
 
-Probes of an orchestrator carry no token, so none is required; over TLS the connection's certificate must be valid.
+An orchestrator's probes carry no token, so none is required; over TLS the connection's certificate must be valid.
 Messages are read like those of any caller without a lease: few at once, with a deadline (`waits.Bodies`). Their places
-are separate from those of Join, so that a crowd there does not make a shard look unhealthy.
+are separate from those of Join, so that a crowd of joins does not make a shard look unhealthy.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from diloco_server.shell.waits import BODY_S, Bodies
 
 SERVICE = "grpc.health.v1.Health"
 MESSAGE_BYTES_MAX = 1 << 10
-"""Limit of a request, which holds only the name of a service."""
+"""Size limit of a request, which holds only the name of a service."""
 WATCH_S = 600.0
-"""Maximum number of seconds of a Watch. Callers that are still interested ask again, so others free their place."""
+"""Maximum length of a Watch in seconds. Callers that are still interested ask again; the others free their place."""
 Status = health_pb2.HealthCheckResponse
 
 
@@ -39,7 +39,7 @@ class Health:
     def __init__(
         self, run_id: str, services: Iterable[str], callers: Callers, refused: Callable[[Identity, Refusal], None]
     ) -> None:
-        """`services`: the known names. `refused`: called with caller and cause of each refusal."""
+        """`services`: the known names. `refused`: called with the caller and the cause of each refusal."""
         self._run_id, self._callers, self._refused = run_id, callers, refused
         self._status: int = Status.NOT_SERVING
         self._services = frozenset(services)
@@ -102,7 +102,7 @@ class Health:
 
     @asynccontextmanager
     async def _admitted(self, context: Context) -> AsyncIterator[Identity]:
-        """The caller, while its connection's certificate is valid. A refusal ends the call."""
+        """Hold this while a call is open; it gives the caller. An expired certificate or a refusal ends the call."""
         anybody, certificate = Identity(self._run_id, peer=rpc.host_of(context.peer())), rpc.certificate_of(context)
         try:
             caller = self._callers.proven(anybody, certificate)

@@ -1,7 +1,7 @@
-"""The host of one core `Shard`: its only caller, and the one that decides when it ticks.
+"""The host of one core `Shard`. It is the shard's only caller, and decides when the shard ticks.
 
 The core runs in the event loop. `Service` checks calls, `EffectDriver` turns effects into versions, and `VersionWork`
-has the thread and the disk for it.
+has the thread and the disk for that.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class ShardHost:
         clock: Clock | None = None,
         tick_s: float = TICK_S,
     ) -> None:
-        """`clock`: seconds, for leases and grace windows; None: the world's, while this process is awake.
+        """`clock`: seconds, for leases and grace windows; None: the world's clock, while this process is awake.
 
-        `tick_s`: interval of ticks.
+        `tick_s`: the seconds between ticks.
         """
         self.settings = settings
         self.shard = (MirroredShard if settings.shard.mirror_of else Shard)(settings, store.epoch)
@@ -130,7 +130,7 @@ class ShardHost:
     async def drain(self, timeout_s: float) -> None:
         """Take no new work, and finish open rounds and merges.
 
-        `run` continues meanwhile. Gives up after `timeout_s` seconds; learners push again whatever was not merged.
+        `run` continues meanwhile. Gives up after `timeout_s` seconds; learners push again all work that was not merged.
         """
         self.log.event("draining", open_rounds=self.shard.open_rounds, open_merges=len(self.work))
         self.shard.drain()
@@ -142,7 +142,7 @@ class ShardHost:
     def close(self) -> None:
         """End all streams and unfinished work.
 
-        A version that is still being made is not announced; its contributions are pushed again.
+        A version that is still being made is not announced; learners push its contributions again.
         """
         if self._later is not None:
             self._later.cancel()
@@ -179,8 +179,8 @@ class ShardHost:
     def advance_later(self) -> None:
         """Advance soon, once for all events until then. For frequent events, such as reports.
 
-        A decision visits every learner and fragment, so one per event would cost the square of the learners. Waiting
-        four times as long as the last one took leaves decisions at most 20 % of a core.
+        A decision visits every learner and fragment, so the cost of one per event would grow with the square of the
+        learners. Waiting four times as long as the last decision took leaves decisions at most 20 % of a core.
         """
         if self._later is None:
             self._later = asyncio.get_running_loop().call_later(4 * self._decision_s, self._advance_now)
@@ -192,7 +192,7 @@ class ShardHost:
     # ------------------------------------------------------------ leases
 
     def observe(self, tensors: Sequence[TensorSpec]) -> JoinAnswer:
-        """Raises NotSeeded or ManifestMismatch."""
+        """The answer to an observer's Join. Raises NotSeeded or ManifestMismatch."""
         self.shard.observe(tensors)
         assert self.shard.manifest is not None
         return self.shard.join_answer(tensors=self.shard.manifest.tensors)
@@ -211,7 +211,7 @@ class ShardHost:
         return self.shard.check(caller.learner_id, caller.generation, caller.epoch)
 
     def attend(self, caller: Identity) -> LearnerStream:
-        """The control stream of a lease; ends an older one of the same learner. Raises as `member` does."""
+        """Open the control stream of a lease, and end an older one of the learner. Raises what `member` raises."""
         member = self.member(caller)
         stream = self.streams.open(member.learner_id, member.generation)
         self.shard.attend(member)
@@ -223,7 +223,7 @@ class ShardHost:
         self.work.moved()
 
     def progress(self, caller: Identity, progress: Progress) -> None:
-        """Take a report, which renews the lease. Raises as `member` does."""
+        """Take a report, which renews the lease. Raises what `member` raises."""
         self.shard.progress(self.member(caller), progress, self.clock())
         self.advance_later()
 
@@ -241,8 +241,8 @@ class ShardHost:
         """Another process claims to be this shard, in another epoch. The later epoch wins. Returns the caller's
         eviction.
 
-        Raises Superseded if this process must end, BadRequest if the caller is this process, and Busy while the folder
-        cannot be marked.
+        Raises Superseded if this process must end, BadRequest if the caller is this process, and Busy as long as the
+        folder cannot be marked.
         """
         mine = self.shard.epoch
         if request.epoch == mine:
@@ -252,7 +252,7 @@ class ShardHost:
         lost = max(0, self.shard.tokens_merged - request.tokens_merged)
         try:
             await self.keeper.read(partial(self.store.supersede, request.epoch))
-        except OSError as error:  # while its disk takes nothing, it announces nothing either
+        except OSError as error:  # while its disk takes no writes, it announces nothing either
             raise Busy(f"the folder cannot be marked as replaced: {error}; the promoted one calls again") from error
         words = (
             f"a standby of shard {self.settings.shard.index} was promoted, and serves in epoch {request.epoch}; the "
@@ -296,7 +296,7 @@ class ShardHost:
         return PieceNorms(header.payload, len(pieces), places_of(header.ranges, pieces))
 
     def inspect(self, norms: PieceNorms, chunk: Chunk) -> None:
-        """Check the next chunk, in the event loop: it takes a fraction of the time to receive it."""
+        """Check the next chunk, in the event loop: this takes a fraction of the time that receiving it takes."""
         began = self._cpu_clock()
         norms.add(chunk)
         self.metrics.rounds.computed("inspect", self._cpu_clock() - began)
@@ -304,9 +304,9 @@ class ShardHost:
     def contribute(
         self, caller: Identity, header: PushHeader, payload: Payload, norms: tuple[float, ...]
     ) -> PushAnswer:
-        """Take a push whose bytes are complete. Raises Draining once the shard has ended.
+        """Take a push whose bytes are complete. Raises Draining if the shard has ended.
 
-        Raises as `member` does, since the lease may have ended meanwhile.
+        Also raises what `member` raises, since the lease may have ended meanwhile.
         """
         self.work.check_open()
         member = self.member(caller)
@@ -319,13 +319,13 @@ class ShardHost:
     def _answered(self, member: Member, header: PushHeader, answer: PushAnswer) -> PushAnswer:
         if answer.code != PART:
             self.telemetry.answered(member, header, answer)
-        self.driver.carry_out_all()  # count now, decide soon
+        self.driver.carry_out_all()  # count it now; decide soon
         self.advance_later()
         return answer
 
 
 class AwakeClock:
-    """Monotonic seconds during which the process was awake.
+    """A monotonic clock that counts only the seconds during which the process was awake.
 
     A process may be frozen for longer than a lease (SIGSTOP, a suspended machine). When it wakes, it may check the time
     before it reads its learners' messages, and a plain clock would make all of them look silent.

@@ -1,11 +1,11 @@
 """Writes a shard's versions to disk on its own threads, and recovers them at the start.
 
-A slow disk delays only the fragment it writes. `Keeper.keep` returns once the version is on disk, after any number of
-attempts. Waiting versions are references to values in memory, one per fragment, so a full or missing disk costs no
+A slow disk delays only the fragment that it writes. `Keeper.keep` returns once the version is on disk, after any number
+of attempts. Waiting versions are references to values in memory, one per fragment, so a full or missing disk costs no
 memory.
 
-Regular checkpoints run on another thread, so neither rounds nor version writes wait. One that fails is logged and tried
-again with the next version; training goes on.
+Regular checkpoints run on another thread, so neither rounds nor version writes wait for them. A checkpoint that fails
+is logged and tried again with the next version; training continues.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Writers:
         return future
 
     def close(self) -> None:
-        """Start no more work, and do not wait."""
+        """Start no more work, and do not wait for running work."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def ended(self, timeout_s: float) -> bool:
@@ -65,7 +65,7 @@ class Writers:
             if not wait.cancelled():
                 wait.exception()  # already reported to the submitter
         for wait in pending:
-            wait.cancel()  # the write goes on
+            wait.cancel()  # the write itself continues
         return not pending
 
 
@@ -86,10 +86,10 @@ class Keeper:
         self._metrics = metrics
         self._written = written
         self._log = log
-        # One prepares its bytes while the other waits for the disk; more would only share the disk's bandwidth.
+        # One thread prepares its bytes while the other waits for the disk; more would only share the disk's bandwidth.
         self._threads = Writers(world.threads(2, "diloco-storage"))
         self.not_durable = 0
-        """Versions that are computed, and are announced once they are on disk."""
+        """How many versions are computed but not on disk yet; they are announced once they are."""
         self._failing: dict[int, str] = {}  # fragment -> why its version is not durable
         self._said_at = 0.0
         self.bytes_saved = 0
@@ -112,7 +112,7 @@ class Keeper:
             self.not_durable -= 1
 
     async def read(self, work: Callable[[], T]) -> T:
-        """Run a read on a storage thread. Raises Draining after `close`."""
+        """Run work on a storage thread, such as a read. Raises Draining after `close`."""
         try:
             looking = self._threads.submit(work)
         except RuntimeError:  # closed
@@ -144,7 +144,7 @@ class Keeper:
         return True
 
     def _save(self, version: StoredVersion, manifest: Manifest) -> int:
-        """Runs on a storage thread, because even reading the free space may hang."""
+        """Save a version. Runs on a storage thread, because even reading the free space may hang."""
         try:
             return self._store.save(version, manifest)
         finally:
@@ -179,7 +179,7 @@ class Checkpointer:
         self._thread = Writers(world.threads(1, "diloco-checkpoint"))
 
     def begin(self, recovered: Mapping[int, int], manifest: Manifest) -> None:
-        """`recovered`: fragment -> the version that the shard restored."""
+        """Continue after a start. `recovered`: fragment -> the version that the shard restored."""
         if self._regular is not None:
             self._submit(partial(self._regular.begin, recovered, manifest, self._index))
 
@@ -219,7 +219,7 @@ def recover(
     except OSError as error:
         raise DataError(
             f"a version in shard.data_dir cannot be read or put aside now ({error.filename}: {error.strerror}). It may "
-            "be intact, so the shard does not pass over it: fix the cause, and start the shard again"
+            "be intact, so the shard does not skip it: fix the cause, and start the shard again"
         ) from None
     for words in recovered.damage:
         log.error("version damaged or missing; using the one before", code="VERSION_DAMAGED", why=words)
@@ -246,12 +246,12 @@ def recover(
 
 
 def _name_missing(manifest: Manifest, restored: list[Restored], settings: Settings, log: Log) -> None:
-    """Log fragments without a file: they were never seeded, or their files were removed."""
+    """Log fragments that have no file: they were never seeded, or their files were removed."""
     there = {r.record.fragment_id for r in restored}
     missing = [f.fragment_id for f in manifest.owned_by(settings.shard.index) if f.fragment_id not in there]
     if missing and any(r.record.version > 0 for r in restored):
         log.error(
-            "fragments have no file, though others have versions: learners that hold them will seed them again, as "
+            "fragments have no file, although others have versions: learners that hold them will seed them again, as "
             "version 0. If they had versions, stop this shard and restore a checkpoint",
             code="VERSION_DAMAGED", fragments=missing,
         )  # fmt: skip

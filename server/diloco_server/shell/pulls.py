@@ -1,6 +1,6 @@
-"""Answers Pull: finds a version or its file, encodes or cuts it if need be, and sends its bytes to callers that read.
+"""Answers Pull: finds a version or its file, encodes or cuts it if needed, and sends its bytes to callers that read.
 
-Changes nothing in the shard, except which versions learners are known to have.
+It changes nothing in the shard, except which versions learners are known to have.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from diloco_server.shell.waits import Outgoing, Unread
 from diloco_server.storage.filesystem import OldFile
 
 PULL_S = 900.0
-"""Maximum number of seconds of a pull, in addition to the time of a slow link. It ends by its deadline, because gRPC
-cannot drop what a caller does not take."""
+"""Maximum length of a pull in seconds, in addition to the time for its bytes on a slow link. A pull ends by its
+deadline, because gRPC cannot drop bytes that a caller does not take."""
 SMALL_CHUNK_BYTES = 64 << 10
-"""Chunk size for callers not known to read, since the transport copies a chunk that is not read."""
+"""Chunk size for callers that are not known to read, since the transport copies a chunk that is not read."""
 UNTRUSTED_PAUSE_S = 5.0
-"""Seconds that such a caller may pause, while it keeps a possibly outdated version in memory."""
+"""Seconds that such a caller may pause. Meanwhile it keeps a version, perhaps an outdated one, in memory."""
 OBSERVER_ENCODINGS = ("float32", AVERAGE)
-"""Encodings that Pull accepts besides the run's own; they are made for the caller alone."""
+"""Encodings that Pull accepts besides the run's own; the shard makes them for the caller alone."""
 MAY_COME_S = CALL_S - SETTLE_S
 """How long a mirror waits for a requested version that it does not have yet."""
 
@@ -81,9 +81,9 @@ class Pulls:
             size = num_elements(ranges) if ranges else values.header.num_elements
             _check_ends(ends_in_s, 4 * size)
             if ranges or (change is not None and not pulled.is_trusted and _is_large(change.header)):
-                change = None  # ranges may share its scales, so it cannot be cut
+                change = None  # ranges may share the change's scales, so it cannot be cut
             made = {payload.header.encoding: payload for payload in (change, values) if payload is not None}
-            only_made = bool(ranges or request.want)  # other encodings: only of the latest version, whole
+            only_made = bool(ranges or request.want)  # other encodings: only for the whole latest version
             encoding = _choose_encoding(request.encodings, made, () if only_made else OBSERVER_ENCODINGS)
             payload = made.get(encoding)
             if request.have == (header.epoch, header.version):
@@ -121,7 +121,7 @@ class Pulls:
         """Send a version file to a standby, read from disk as it is taken. It repeats the call once it has the file."""
         caller.check_may("Standby")
         if request.want is None or request.ranges:
-            raise BadRequest(f"a Pull of {FILE} names the version that it wants, and no ranges")
+            raise BadRequest(f"a Pull of {FILE} must name the version that it wants, and no ranges")
         with self._place(caller):
             header, file = await self._open_file(request.fragment_id, VersionId(*request.want))
             with closing(file):
@@ -147,7 +147,7 @@ class Pulls:
 
     @contextmanager
     def _place(self, caller: Identity) -> Iterator[str]:
-        """Hold this while a pull is open; gives its account. Raises Busy, and as `ShardHost.member` does."""
+        """Hold this while a pull is open; it gives the account. Raises Busy and what `ShardHost.member` raises."""
         if not caller.generation:
             with self._of_hosts.held(caller.account, f"pulls of {caller.account or 'this host'}"):
                 yield caller.account
@@ -163,7 +163,7 @@ class Pulls:
     def _found(self, caller: Identity, request: PullRequest) -> tuple[PullHeader, Payload | None, Payload]:
         """The header of a version, the change since the caller's version (if there is one), and the values.
 
-        Raises UnknownFragment, NotSeeded, VersionGone, and as `member` does if the caller names a lease.
+        Raises UnknownFragment, NotSeeded, VersionGone, and what `member` raises if the caller names a lease.
         """
         if caller.generation:
             self._host.member(caller)
@@ -182,7 +182,7 @@ class Pulls:
         return self._shard.pull_header(caller.learner_id, request.fragment_id), change, values
 
     async def _may_come(self, request: PullRequest) -> None:
-        """In a mirror: wait for a version that its shard may just have announced."""
+        """In a mirror: wait for a version that its shard may have just announced."""
         if (follower := self._host.follower) is None or request.want is None:
             return
         state, want = self._shard.owned(request.fragment_id), VersionId(*request.want)
@@ -197,7 +197,7 @@ class Pulls:
                 )
 
     def _pulled(self, caller: Identity, header: PullHeader) -> None:
-        """A learner that had an earlier version has pulled this one in full."""
+        """A learner that had an earlier version has pulled this one completely."""
         with contextlib.suppress(Refusal):
             self._shard.rounds.pulled(self._host.member(caller), header.fragment_id, header.version, self._host.clock())
 
@@ -210,7 +210,7 @@ class Pulls:
         if file is None:
             raise VersionGone(
                 f"fragment {fragment_id}: version {want.version} of epoch {want.epoch} is not on the disk of this "
-                "shard; take what is announced next"
+                "shard; take the next announced version"
             )
         payload = PayloadHeader(FILE, file.size, FILE_CHUNK, file.size, 0)
         return PullHeader(fragment_id, want.version, want.epoch, 0, 0, state.tokens_merged, payload), file
@@ -227,7 +227,7 @@ class Pulls:
         return header, await self._encode(fragment_id, encoding)
 
     async def _encode(self, fragment_id: int, encoding: str) -> Payload:
-        """Encode the current values; later changes come later on the compute thread. Raises Draining."""
+        """Encode the current values. Later changes wait behind this on the compute thread. Raises Draining."""
         values = self._shard.owned(fragment_id).values
         if values is None:  # a mirror has only the encoded version
             published = self._shard.published(fragment_id)[1]
@@ -245,7 +245,7 @@ class Pulls:
         state = self._shard.owned(directive.fragment_id)
         names = None if state.published is None else state.published.sha256
         if names is None or state.version_id != (directive.epoch, directive.version):
-            return directive  # a mirror joined later, or a newer version is out
+            return directive  # a mirror joined later, or there is a newer version
         return replace(
             directive, near=Near(address, *names, self._shard.pull_header(learner_id, directive.fragment_id))
         )
@@ -269,7 +269,7 @@ def _check_ends(ends_in_s: float, num_bytes: int) -> None:
 
 
 def _check_ranges(ranges: Sequence[Range], fragment_elements: int) -> None:
-    """Raises BadRequest."""
+    """Check that the ranges lie within the fragment. Raises BadRequest."""
     if ranges[-1].stop > fragment_elements:
         raise BadRequest(f"a range ends at element {ranges[-1].stop} of {fragment_elements}")
 
@@ -279,7 +279,7 @@ def _is_large(header: PayloadHeader) -> bool:
 
 
 def _small_chunk_elements(header: PayloadHeader) -> int | None:
-    """Chunk length for a caller not known to read; None: chunks are small already, or cannot be cut."""
+    """Chunk length for a caller that is not known to read; None: chunks are already small, or cannot be cut."""
     item = ITEM_BYTES.get(header.encoding)
     return SMALL_CHUNK_BYTES // item if item and _is_large(header) else None
 

@@ -1,10 +1,10 @@
-"""Limits on what one account, and all together, may use of a shard: places, bytes and rates, as pure accounting.
+"""Limits on the use of a shard by one account and by all together: places, bytes and rates, as pure accounting.
 
 An account is a learner with a lease; without one, the proven identity of the caller, or its host. A `Busy` tells the
 caller to try again; a call that must end is ended by the shell.
 
-gRPC connections have a limit of their own, since each takes a file descriptor. If they took all, versions could not be
-written, and /healthz could not answer. So fewer connections are accepted than there are descriptors.
+gRPC connections have their own limit, since each takes a file descriptor. If they took all descriptors, versions could
+not be written, and /healthz could not answer. So fewer connections are accepted than there are descriptors.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from diloco_common.errors import Busy
 from diloco_common.settings import ShardSettings
 
 SHOWN_BYTES = 256 << 10
-"""An account that has taken a pull of this size is known to read: a transport buffers less for one that does not."""
+"""An account that has taken a pull of this size is known to read. For one that does not, a transport buffers less."""
 TAKERS_MAX = 8192
-"""Maximum number of accounts for which that is remembered: those that pulled last."""
+"""Maximum number of accounts remembered as reading: those that pulled last."""
 
 H = TypeVar("H", bound=Hashable)
 
 
 class Bytes:
-    """Bytes in flight, up to a limit. A single item always fits, however large; otherwise it could never pass."""
+    """Bytes in flight, up to a limit. A single item always fits, however large it is; otherwise it could never pass."""
 
     def __init__(self, what: str, most: int) -> None:
-        """`what`: these bytes, for messages."""
+        """`what`: the name of these bytes in messages."""
         self.most = most
         self.held = 0
         self._what = what
@@ -40,7 +40,7 @@ class Bytes:
         return held == 0 or held + num_bytes <= self.most
 
     def check(self, num_bytes: int, freed: int = 0) -> None:
-        """Raises Busy."""
+        """Raises Busy if they do not fit."""
         if not self.fits(num_bytes, freed):
             raise Busy(f"{self.held >> 20} MiB are on their way ({self._what}); try again in a moment")
 
@@ -53,10 +53,10 @@ class Bytes:
 
 
 class Places(Generic[H]):
-    """Places of one kind, with a limit per account. Holders are kept in order of arrival."""
+    """Places of one kind, with a limit per account. Holders stay in order of arrival."""
 
     def __init__(self, each: int, together: int | None = None, crowded: str = "") -> None:
-        """`together`: limit of all accounts; `crowded`: the message when it is reached."""
+        """`together`: the limit for all accounts together; `crowded`: the message when it is reached."""
         self._each, self._together, self._crowded = each, together, crowded
         self._holders: dict[str, dict[H, None]] = {}  # not sets: they have no order
         self._count = 0
@@ -94,7 +94,7 @@ class Places(Generic[H]):
             self.give_back(account, holder)
 
     def give_back(self, account: str, holder: H) -> None:
-        """Calls after the first do nothing: a holder that was pushed out also ends by itself."""
+        """Free a place. Calls after the first do nothing: a holder that was pushed out also ends by itself."""
         holders = self._holders.get(account, {})
         if holder in holders:
             del holders[holder]
@@ -104,14 +104,14 @@ class Places(Generic[H]):
 
 
 class Ranks:
-    """Calls of a learner's ranks, one account per rank. Callers choose their rank, so ranks above 0 share a limit."""
+    """Accounts for a learner's ranks, one for each. Callers choose their rank, so ranks above 0 share a limit."""
 
     def __init__(self, what: str, each: int) -> None:
         self._what, self._places = what, Places[object](each)
 
     @contextmanager
     def account(self, learner_id: str, rank: int) -> Iterator[str]:
-        """The account, held while a call is open. Raises Busy."""
+        """Hold this while a call is open; it gives the account. Raises Busy."""
         if not rank:
             yield learner_id
             return
@@ -126,7 +126,7 @@ class Pulled:
 
 
 class Takers:
-    """Accounts known to read what they pull. They get large chunks, in one pull at a time.
+    """Accounts that are known to read what they pull. They get large chunks, but only in one pull at a time.
 
     A chunk that is not read occupies the shard's memory until the pull's deadline. Learners pull one version at a time.
     """
@@ -153,11 +153,11 @@ class Takers:
 
 
 class OpenPushes(Generic[H]):
-    """Limits on open pushes: per account, one per account and fragment, in all, and in announced bytes.
+    """Limits on open pushes: per account, one per account and fragment, in all, and by announced bytes.
 
     A new push ends an older one of the same fragment, or the account's oldest if it has too many. The last quarter of
     the places is for accounts without another push: uploads over slow links take long, and a few learners with four
-    each would take all places.
+    pushes each would take all places.
     """
 
     def __init__(self, each: int, together: int, bytes_most: int) -> None:
@@ -175,9 +175,9 @@ class OpenPushes(Generic[H]):
         return self._bytes.held
 
     def opened(self, account: str, push: H) -> H | None:
-        """Start a push. Returns an older one that must end for it. Raises Busy.
+        """Start a push. Returns an older push that must end to make room. Raises Busy.
 
-        With all places taken, an account that has one may still send a header, which may replace its own push.
+        If all places are taken, an account that has one may still send a header, which may replace its own push.
         """
         if len(self) >= self._together and not self._places.of(account):
             raise self._busy()
@@ -187,7 +187,7 @@ class OpenPushes(Generic[H]):
         return oldest
 
     def announced(self, account: str, push: H, fragment_id: int, num_bytes: int) -> H | None:
-        """Its header was admitted. Returns an older push of the fragment that must end for it. Raises Busy."""
+        """A push's header was admitted. Returns an older push of the fragment that must end for it. Raises Busy."""
         key = (account, fragment_id)
         older = self._by_fragment.get(key)
         freed = 0 if older is None else self._announced[older][1]
@@ -218,9 +218,9 @@ class OpenPushes(Generic[H]):
 KEPT = 448
 """File descriptors reserved for HTTP, versions, checkpoints, logs and gRPC itself."""
 CONNECTIONS_PER_LEARNER = 4
-"""A learner has three; the fourth is for a redial before the shard notices a broken connection."""
+"""A learner has three. The fourth is for connecting again before the shard notices a broken connection."""
 ENOUGH = 1 << 20
-"""Limit to request where the system allows any number."""
+"""The limit to request if the system allows any number."""
 
 
 def raise_limit() -> None:
@@ -249,12 +249,12 @@ class Rate:
     """A token bucket per account: `burst` events at once, `per_s` per second in the long run."""
 
     def __init__(self, what: str, burst: float, per_s: float, accounts_max: int = 8192) -> None:
-        """`what`: the events, for messages. `accounts_max`: accounts that are remembered."""
+        """`what`: the name of the events in messages. `accounts_max`: how many accounts are remembered."""
         self._what, self._burst, self._per_s, self._accounts_max = what, burst, per_s, accounts_max
         self._left: dict[str, tuple[float, float]] = {}  # account -> (events left, at this time)
 
     def take(self, account: str, now: float) -> None:
-        """Raises Busy."""
+        """Count one event. Raises Busy if there are too many."""
         left, since = self._left.pop(account, (self._burst, now))
         left = min(self._burst, left + self._per_s * (now - since))
         if len(self._left) >= self._accounts_max:
@@ -264,7 +264,7 @@ class Rate:
             raise Busy(f"too many {self._what}: at most {self._per_s:g} per second; try again in a moment")
 
     def _forget(self, now: float) -> None:
-        """Make room: drop accounts with a full bucket, or else the one that was heard longest ago."""
+        """Make room: drop accounts with a full bucket, or else the account whose last event is the oldest."""
         full = [a for a, (left, since) in self._left.items() if left + self._per_s * (now - since) >= self._burst]
         for account in full or [next(iter(self._left))]:
             del self._left[account]

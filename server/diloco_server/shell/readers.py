@@ -1,7 +1,7 @@
 """Processes that read a shard's versions: mirrors and standbys.
 
 A mirror is a host that takes versions from another shard instead of from rounds, and serves Pull and Follow. A standby
-copies a shard's version files as they are written, until it is promoted; it serves no one.
+copies a shard's version files as they are written, until it is promoted; it serves nobody.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Mirror:
         host.follower = follower
 
     async def run(self, site: str, address: str) -> None:
-        """Run until cancelled. `address`: where the learners of its site reach it."""
+        """Run until cancelled. `address`: the address at which the learners of its site reach it."""
         self._follower.request = replace(self._follower.request, site=site, address=address)
         await self._follower.run(self)
 
@@ -74,7 +74,7 @@ class Mirror:
         if manifest is None or manifest.digest != answer.manifest_digest:
             manifest = cut(answer.tensors, answer.num_fragments, answer.num_shards)
             if manifest.digest != answer.manifest_digest:
-                raise ManifestMismatch("the shard cuts its model in another way: install equal versions")
+                raise ManifestMismatch("the shard cuts its model differently: install equal versions")
             self._follower.held.clear()
         self._shard.mirror(answer, replace(manifest, ties=answer.ties))
 
@@ -85,7 +85,7 @@ class Mirror:
             self._host.readers.tell(directive)
 
     async def take(self, committed: Committed) -> None:
-        """Pull an announced version: as the change since the one it has, if possible, otherwise as values."""
+        """Pull an announced version: if possible as the change since the version that it has, otherwise as values."""
         host, state = self._host, self._shard.owned(committed.fragment_id)
         assert self._follower.answer is not None
         encodings = pull_encodings(state.fragment.encoding(self._follower.answer.policy.pull_encoding))
@@ -114,7 +114,7 @@ class Mirror:
 
 
 def _published(payload: Payload, encoding: str, before: Published | None, near: Near | None) -> Published:
-    """Rebuild the version in the exact bytes that the shard sends. Raises BadChecksum, and as `decode_version`."""
+    """Rebuild the version in the exact bytes that the shard sends. Raises BadChecksum; see `decode_version`."""
     base = None if before is None else decode_version(before.values, None)[0]
     anchor, _ = decode_version(payload, base)
     published = Published(encode_payload(anchor, encoding), None if before is None else payload)
@@ -123,7 +123,7 @@ def _published(payload: Payload, encoding: str, before: Published | None, near: 
     named = published.named()
     assert named.sha256 is not None
     if named.sha256[0] != near.values_sha256:
-        raise BadChecksum("what came is not what was announced")
+        raise BadChecksum("the bytes are not those that were announced")
     return named
 
 
@@ -131,7 +131,7 @@ T = TypeVar("T")
 
 
 async def tell_replaced(host: ShardHost, transport: Transport, caller: Identity) -> Superseded:
-    """Tell the replaced shard so, until it has heard or says that this one is replaced."""
+    """Tell the replaced shard that it is replaced, until it has heard this, or says that this shard is replaced."""
     request = FollowRequest(Role.STANDBY, epoch=host.shard.epoch, tokens_merged=host.shard.tokens_merged)
     while True:
         try:
@@ -151,7 +151,7 @@ class Standby:
     """Copies the files of one shard. Owned by one event loop."""
 
     def __init__(self, follower: Follower, folder: StandbyFolder, origin: Origin, disk: Executor, log: Log) -> None:
-        """`origin`: from the settings; it must equal the shard's, or the shard could not continue from these files."""
+        """`origin`: from the settings. It must equal the shard's, or the shard could not continue from these files."""
         self.follower = follower
         self.num_fragments = 0
         self.bytes_saved = 0
@@ -159,7 +159,7 @@ class Standby:
         self._epoch = 0
 
     async def run(self) -> None:
-        """Raises OSError."""
+        """Run until the folder is promoted. Raises OSError."""
         self.follower.held |= await self._do(self._folder.newest)
         following = asyncio.create_task(self.follower.run(self), name="following")
         try:
@@ -170,7 +170,7 @@ class Standby:
             await asyncio.gather(following, return_exceptions=True)
 
     def ready(self) -> tuple[bool, str]:
-        """Whether it can be promoted, and why not."""
+        """Whether it can be promoted, and if not, why."""
         if len(self.follower.held) < max(1, self.num_fragments):
             return False, f"it holds {len(self.follower.held)} of {self.num_fragments or 'all'} fragments"
         return True, "standing by"
@@ -184,10 +184,10 @@ class Standby:
                 del self.follower.held[fragment_id]
 
     def hear(self, directive: Directive) -> None:
-        """Ignores all other directives."""
+        """Ignore all other directives."""
 
     async def take(self, committed: Committed) -> None:
-        """Raises VersionDamaged, WrongFolder."""
+        """Copy the file of an announced version. Raises VersionDamaged, WrongFolder."""
         fragment_id, version = committed.fragment_id, committed.version
         request = PullRequest(fragment_id, (FILE,), want=(committed.epoch, version))
         await self._do(partial(self._folder.follows, self._epoch))
@@ -201,13 +201,13 @@ class Standby:
             try:
                 async for part in parts:
                     if isinstance(part, PullHeader) or len(part) > left:
-                        raise BadRequest("more came than was announced")
+                        raise BadRequest("the shard sent more bytes than it announced")
                     if said_crc32c(part) not in (None, crc32c(part)):
                         raise BadChecksum(f"version {version} of fragment {fragment_id} changed on the way")
                     await self._do(partial(file.write, memoryview(part)))
                     left -= len(part)
                 if left:
-                    raise VersionGone(f"version {version} of fragment {fragment_id} stopped before all was there")
+                    raise VersionGone(f"version {version} of fragment {fragment_id} stopped before all bytes arrived")
             except BaseException:
                 file.close()
                 raise

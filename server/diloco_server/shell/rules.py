@@ -1,4 +1,4 @@
-"""Loads a user's outer optimizer, merge rule and codecs, where the settings name them."""
+"""Loads a user's outer optimizer, merge rule and codecs, if the settings name them."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class Rules:
     outer: Callable[[OuterSettings], OuterOptimizer] | None = None
     """None: a built-in one."""
     sources: dict[str, str] = field(default_factory=dict)
-    """Setting -> name and source digest of a user's rule or codec."""
+    """Setting -> the name and the source digest of a user's rule or codec."""
     words: str = ""
-    """Merge rule and outer optimizer in words, which must be the same on all shards of a run."""
+    """Description of the merge rule and the outer optimizer. They must be the same on all shards of a run."""
 
 
 _GROUPS = {
     "sync.merge": "diloco.merge", "outer.optimizer": "diloco.outer",
     "sync.push": "diloco.codec", "sync.pull": "diloco.codec",
 }  # fmt: skip
-"""Setting -> entry point group in which its name is looked up."""
+"""Setting -> the group of entry points in which its name is looked up."""
 
 
 def find_rules(settings: Settings) -> Rules:
@@ -72,8 +72,8 @@ def _try_outer(rule: type[OuterOptimizer], settings: Settings) -> None:
 
 
 def check_codecs(sync: SyncSettings, sources: Mapping[str, str], decodes: Sequence[str]) -> None:
-    """Raises UnknownEncoding if a learner lacks a codec of the run, or has another one under its name. `decodes`: what
-    it offers; `sources`: see `Rules`."""
+    """Raises UnknownEncoding if a learner lacks a codec of the run, or has a different one with its name. `decodes`:
+    the codecs that it offers; `sources`: see `Rules`."""
     needed = pull_encodings(sync.pull)
     if not {*needed, sync.push} <= set(decodes):
         raise UnknownEncoding(
@@ -84,6 +84,6 @@ def check_codecs(sync: SyncSettings, sources: Mapping[str, str], decodes: Sequen
     mine = sources.get("sync.push", "").partition(" ")[2]
     if mine and theirs and mine not in theirs:
         raise UnknownEncoding(
-            f"{sync.push} (sync.push) of the learner has the source {theirs[0]}, that of the shard {mine}; install the "
+            f"{sync.push} (sync.push) has the source {theirs[0]} on the learner, but {mine} on the shard; install the "
             "same version of its package on every machine of the run"
         )

@@ -1,6 +1,6 @@
 """One server process: starts and ends gRPC, HTTP and the shard.
 
-It builds the production world: the wall clock, real threads, the system's randomness, files.
+It builds the production world: the wall clock, real threads, the system's randomness, and files.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from diloco_server.storage.store import open_store
 from diloco_server.storage.version_file import Origin
 
 LAST_WRITE_S = 10.0
-"""Seconds for writes to finish after `SETTLE_S`, before the data folder is left locked: in all less than `NOTICE_S`."""
+"""Seconds for writes to finish after `SETTLE_S`; then the data folder stays locked. In all less than `NOTICE_S`."""
 
 
 def real_world() -> World:
@@ -70,8 +70,8 @@ class ShardServer:
     def __init__(self, settings: Settings, clock: Clock | None = None, *, replaces: str = "") -> None:
         """`clock`: seconds, for leases and grace windows; None: time while this process is awake.
 
-        `replaces`: the address of the shard of which this was a standby. Raises ConfigError, and InUse or DataError if
-        the data folder is not available.
+        `replaces`: the address of the shard whose standby this was. Raises ConfigError, and InUse or DataError if the
+        data folder is not available.
         """
         self.settings = settings
         self.grpc_address = ""
@@ -115,7 +115,7 @@ class ShardServer:
         )
         self._tasks: list[asyncio.Task[None]] = []
         self.hangs = False
-        """A write to the data folder may hang for good, and its thread would keep the process from ending."""
+        """Whether a write to the data folder may hang forever, in a thread that would keep the process from ending."""
 
     async def start(self) -> None:
         """Bind both ports, recover the data folder, and serve. Raises ConfigError, InUse or DataError."""
@@ -191,7 +191,7 @@ class ShardServer:
         return int(self._server.add_secure_port(address, self._credentials.grpc))
 
     async def _tell_replaced(self) -> None:
-        """Tell the replaced shard so, until it has heard or says that this one is replaced."""
+        """Tell the replaced shard that it is replaced; see `readers.tell_replaced`."""
         security = self.settings.security
         transport = GrpcTransport(self._replaces, Credentials(security.tls, security.token_file))
         try:
@@ -204,21 +204,21 @@ class ShardServer:
         self._credentials.exchange(files)
 
     def _revoked(self, serials: AbstractSet[str]) -> list[str]:
-        """End the leases of these certificates; not only those of open calls, which may use others by now."""
+        """End the leases of these certificates, and not just open calls, which may use other certificates by now."""
         leases = self.service.leases_of(serials)
         for lease in leases:
             self.host.revoke(lease)
         return [lease.learner_id for lease in leases]
 
     async def abandon(self) -> None:
-        """Clean up after a failed `start`, while the loop runs."""
+        """Clean up after a failed `start`, while the event loop still runs."""
         self.host.close()
         await self._server.stop(None)
         await self._http.stop()
         await self._release()
 
     async def stop(self, drain_s: float = SETTLE_S) -> None:
-        """Drain for at most `drain_s` seconds, and end. Calls after the first do nothing."""
+        """Drain for at most `drain_s` seconds, and then end. Calls after the first do nothing."""
         self._health.set(health_pb2.HealthCheckResponse.NOT_SERVING)
         await self.host.drain(drain_s)
         for task in self._tasks:
@@ -232,7 +232,7 @@ class ShardServer:
     async def _release(self) -> None:
         """Unlock the data folder once no thread writes to it.
 
-        If a write hangs, this process keeps the lock: the write may still land among another owner's files.
+        If a write hangs, this process keeps the lock, because the write may still land among another owner's files.
         """
         if self._lock is None:
             return
@@ -340,7 +340,7 @@ async def _first_of(*events: asyncio.Event) -> None:
 
 
 def _leave() -> NoReturn:
-    """End at once, whatever threads are doing: a disk write cannot be interrupted, and nothing is left to save."""
+    """End at once, whatever the threads are doing: a disk write cannot be interrupted, and nothing is left to save."""
     os._exit(EXIT_OK)
 
 

@@ -1,6 +1,6 @@
 """Answers a shard's calls as plain values: checks callers, limits them, and receives bytes.
 
-Transports bring the calls (`servicer.py` for gRPC). The host decides and changes state; nothing here touches the core.
+Transports deliver calls (`servicer.py` for gRPC). The host decides and changes state; this file never uses the core.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ HOST_LEARNERS = 512
 """Maximum number of leases of one host without certificates, or half of `shard.max_learners` if that is more."""
 
 REPORTS_PER_S = 2 / REPORT_EVERY_S
-"""Twice as many reports on one control stream as a learner sends, and a second's at once. Further ones wait, and none
-is lost."""
+"""Reports per second on one control stream: twice as many as a learner sends. A second's worth may come at once.
+Further reports wait, and none is lost."""
 
 SEEDS_AT_ONCE = 4
-"""Maximum number of seeds received at once, of different fragments. Learners that start together all send the whole
+"""Maximum number of seeds of different fragments received at once. Learners that start together all send the whole
 model in float32, which would take many times the shard's memory."""
 
 T = TypeVar("T")
@@ -75,7 +75,7 @@ class Service:
         self._proven: dict[str, Identity] = {}  # learner id -> the identity that last used its lease
 
     async def read(self, caller: Identity, message: Callable[[], Awaitable[T]]) -> T:
-        """Read the one message of a call. Few are read at once, since their size is unknown before. Raises Busy."""
+        """Read the only message of a call. Few are read at once, since their size is not known yet. Raises Busy."""
         late = Busy(f"the message did not arrive within {BODY_S:g} s; try again")
         account = self._account(caller)
         if account is None:
@@ -91,7 +91,7 @@ class Service:
             self._messages.give_back(account, wait)
 
     def _account(self, caller: Identity) -> str | None:
-        """The learner to charge for a call; None: it holds no lease."""
+        """The learner to charge for a call; None: the caller holds no lease."""
         with suppress(Refusal):
             return self._host.member(caller).learner_id
         return None
@@ -116,7 +116,7 @@ class Service:
         return answer
 
     def _hold(self, caller: Identity) -> None:
-        """Remember the proven holder of a lease; forget those whose leases have ended."""
+        """Remember the proven holder of a lease, and forget holders whose leases have ended."""
         if caller.proof is None:
             return
         self._proven[caller.learner_id] = caller
@@ -128,7 +128,7 @@ class Service:
         return [held for held in self._proven.values() if held.proof is not None and held.proof.serial in serials]
 
     def _check_home(self, caller: Identity) -> None:
-        """Keep leases free for learners of other hosts, if nothing proves identities. Raises Busy."""
+        """Keep leases free for learners of other hosts, if nobody proves an identity. Raises Busy."""
         if not caller.peer or caller.proof is not None:
             return
         membership = self._host.shard.membership
@@ -166,7 +166,7 @@ class Service:
             yield await self._host.supersede(request)
             return
         if request.role == Role.STANDBY and not self._host.keeps_files:
-            raise BadRequest("this shard keeps its versions in memory alone; start it with shard.data_dir")
+            raise BadRequest("this shard keeps its versions only in memory; start it with shard.data_dir")
         with self._host.readers.opened(caller, request, self._host.clock) as reader:
             self._host.follow(reader)
             while (directive := await reader.stream.next()) is not None:
@@ -178,7 +178,7 @@ class Service:
             turns = Turns(REPORTS_PER_S, round(REPORTS_PER_S))
             async for progress in reports:
                 self._host.progress(caller, progress)
-                await turns.next()  # the transport holds the sender back meanwhile
+                await turns.next()  # meanwhile the transport holds the sender back
         except BadRequest:
             raise
         except Refusal as refusal:
@@ -212,18 +212,18 @@ class Service:
     ) -> tuple[Payload, tuple[float, ...]]:
         """Receive the bytes of an admitted push, and the norms of its pieces.
 
-        Raises TornUpload if they are slower than `SLOWEST_BYTES_PER_S` per push, with a lease's time more for pauses.
+        Raises TornUpload if they are slower than `SLOWEST_BYTES_PER_S` per push, plus a lease's time for pauses.
         """
         receiver, norms = PayloadReceiver(header.payload), self._host.norms_of(header)
         deadlines, sizes = Deadlines(self._host.settings.lease.lease_s, TRANSFERS_AT_ONCE), chunk_sizes(header.payload)
         while (part := await push.next(parts, deadlines.due(next(sizes, 0)))) is not None:
             if isinstance(part, PushHeader):
-                raise BadRequest("after its header a push has chunks only")
+                raise BadRequest("after its header, a push has chunks only")
             receiver.add(part)
             self._host.inspect(norms, part)
             self._host.telemetry.bytes_pushed += len(part)
         if not receiver.is_complete:  # the connection broke; the round still waits
-            raise TornUpload(f"fragment {header.fragment_id}: the bytes stopped before all were there; push again")
+            raise TornUpload(f"fragment {header.fragment_id}: the bytes stopped before all arrived; push again")
         return receiver.finish(), norms.finish()
 
     @contextmanager
@@ -240,7 +240,7 @@ class Service:
                 self._pushes.closed(account, push)
 
     def _announce(self, push: OpenPush, header: PushHeader) -> None:
-        """Accept a push's bytes, and end an older push of its fragment, left by a broken connection. Raises Busy."""
+        """Accept a push's bytes, and end an older push of its fragment that a broken connection left. Raises Busy."""
         older = self._pushes.announced(push.account, push, header.fragment_id, header.payload.num_bytes)
         if older is not None:
             older.end(TornUpload(f"fragment {header.fragment_id}: a later push of this learner came; push again"))

@@ -1,6 +1,6 @@
-"""diloco.v1.ParameterServer on gRPC: read the message, call the service, turn the answer into a message.
+"""diloco.v1.ParameterServer on gRPC: reads a message, calls the service, and turns the answer into a message.
 
-Every call takes a stream of raw messages here, even if a caller sends just one. So the caller is checked before any
+Here every call takes a stream of raw messages, even if a caller sends just one. So the caller is checked before any
 byte is read, and invalid bytes are refused like any other error.
 """
 
@@ -29,10 +29,10 @@ from diloco_server.shell.quotas import Rate
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Messages: TypeAlias = AsyncIterator[bytes]
 Method: TypeAlias = Callable[[Identity, Messages, Context], Any]
-"""Returns an awaitable answer or an asynchronous generator of answers."""
+"""It returns an awaitable answer or an asynchronous generator of answers."""
 JOINS, JOINS_PER_S = 128, 8.0
-"""Joins on one connection: at once, and per second in the long run. A learner that is refused asks about once per
-second; many share a connection only behind a proxy."""
+"""How many Joins one connection may send: at once, and per second in the long run. A refused learner asks about once
+per second; many learners share a connection only behind a proxy."""
 
 
 class ParameterServicer:
@@ -47,8 +47,8 @@ class ParameterServicer:
     ) -> None:
         """Callers must belong to this run, prove what `callers` requires, and send this bearer token if there is one.
 
-        `refused`: called with caller and cause of every call that ends with an error status. What proves nothing may
-        have any learner id. `hello`: returns what the answer to a Join begins with (`rpc.hello`).
+        `refused`: called with caller and cause of every call that ends with an error status. A caller without proof may
+        claim any learner id. `hello`: returns the first metadata of the answer to a Join (`rpc.hello`).
         """
         self._service = service
         self._run_id = run_id
@@ -110,9 +110,9 @@ class ParameterServicer:
     async def admitted(
         self, context: Context, *calls: str, first: Callable[[], rpc.Metadata] | None = None
     ) -> AsyncIterator[Identity]:
-        """Hold this around a call that may be one of `calls`; gives its caller. A refusal ends the call.
+        """Hold this around a call that may be one of `calls`; it gives the caller. A refusal ends the call.
 
-        `first`: returns what is sent before the answer.
+        `first`: returns the metadata to send before the answer.
         """
         learner_id = str(dict(context.invocation_metadata() or ()).get("diloco-learner", ""))
         caller = Identity(self._run_id, learner_id, peer=rpc.host_of(context.peer()))
@@ -120,8 +120,8 @@ class ParameterServicer:
             caller = self._caller(context)
             caller.check_may(*calls)
             if first is not None:
-                # Now, while nothing can end the call: one that ends while this is sent could not be told why, because
-                # grpc.aio would send the initial metadata twice (GRPC_CALL_ERROR_TOO_MANY_OPERATIONS).
+                # Send it now, while nothing can end the call. A call that ended meanwhile could not be told why,
+                # because grpc.aio would send the initial metadata twice (GRPC_CALL_ERROR_TOO_MANY_OPERATIONS).
                 await context.send_initial_metadata(first())
             async with self._callers.holding(caller):
                 yield caller
@@ -159,14 +159,14 @@ class ParameterServicer:
 
 
 async def only(requests: Messages) -> bytes:
-    """The first message of a call; anything after it is not read. Raises BadRequest."""
+    """The first message of a call. Later messages are not read. Raises BadRequest."""
     async for request in requests:
         return request
     raise BadRequest("the call ended without a message")
 
 
 async def _join_request(requests: Messages) -> JoinRequest:
-    """Read a Join. Raises BadRequest without a traceback, which would keep the message alive."""
+    """Read a Join. Raises BadRequest without its traceback, which would keep the message in memory."""
     try:
         return await _parsed_join(await only(requests))
     except BadRequest as refusal:
@@ -174,7 +174,7 @@ async def _join_request(requests: Messages) -> JoinRequest:
 
 
 async def _parsed_join(data: bytes) -> JoinRequest:
-    """Parse a Join, letting other tasks run while a large model's tensors are read. Raises BadRequest."""
+    """Parse a Join, and let other tasks run while a large model's tensors are read. Raises BadRequest."""
     message = protobuf.parse(pb.JoinRequest, data)
     tensors: list[TensorSpec] = []
     for some in protobuf.tensors_in_turns(message.tensors):
@@ -194,7 +194,7 @@ async def _reports(requests: Messages) -> AsyncIterator[Progress]:
 
 
 class _PushParts:
-    """The header and chunks of a push, as they arrive. Not a generator, which would add a step per chunk."""
+    """The header and chunks of a push as they arrive. It is not a generator, which would add a step per chunk."""
 
     def __init__(self, requests: Messages) -> None:
         self._requests = requests

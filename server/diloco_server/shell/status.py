@@ -20,7 +20,7 @@ from diloco_server.shell.streams import Readers
 
 
 def shard_status(host: ShardHost, grpc_address: str) -> dict[str, Any]:
-    """The status of one shard: counts, bytes and seconds. It holds no secrets."""
+    """The status of one shard: counts, bytes and seconds. It contains no secrets."""
     shard, settings = host.shard, host.settings
     ready, reason = host.ready()
     ledger, patience, now = shard.ledger, shard.rounds.patience, host.clock()
@@ -108,9 +108,9 @@ def following(follower: Follower, settings: Settings) -> dict[str, Any]:
 
 
 def rounds_since(host: ShardHost, epoch: int, seq: int) -> dict[str, Any]:
-    """Rounds and events after number `seq` of an epoch. Ages in seconds.
+    """Rounds and events after number `seq` of an epoch. Ages are in seconds.
 
-    For another epoch, everything. `seq` in the answer is the number to ask with next.
+    For another epoch, it is everything. `seq` in the answer is the `seq` for the next call.
     """
     shard, now = host.shard, host.clock()
     upto, rounds, events = shard.ledger.since(seq if epoch == shard.epoch else 0)
@@ -123,7 +123,7 @@ def rounds_since(host: ShardHost, epoch: int, seq: int) -> dict[str, Any]:
 
 
 def record_since(host: ShardHost, epoch: int, seq: int) -> dict[str, Any]:
-    """Contributions in versions, after number `seq` of an epoch. For another epoch, all that are remembered."""
+    """Contributions in versions, after number `seq` of an epoch; for another epoch, all that are remembered."""
     shard, now = host.shard, host.clock()
     lines = shard.ledger.record_since(seq if epoch == shard.epoch else 0)
     return {
@@ -218,7 +218,7 @@ def _rounded(value: float | None) -> float | None:
 
 
 def _resident_bytes() -> int | None:
-    """Resident memory of this process; None where the system does not tell."""
+    """Resident memory of this process; None if the system does not report it."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,10 +1,10 @@
-"""Directives on their way: one bounded stream per learner, and per reader (observers, mirrors and standbys).
+"""Directives on their way: one bounded stream for each learner and for each reader (observer, mirror or standby).
 
 Owned by the shard's event loop. The core decides what to send; the transport reads the streams.
 
-A later directive replaces a waiting one of its kind about the same fragment. So for a learner that reads nothing, at
-most two directives per fragment wait, and one of every other kind. A slow reader skips to the newest version of each
-fragment, and costs nothing else; it has no lease.
+A later directive replaces a waiting one of its kind about the same fragment. So at most two directives per fragment,
+and one of every other kind, wait for a learner that reads nothing. A slow reader skips to the newest version of each
+fragment, and costs nothing else: it has no lease.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from diloco_server.core.effects import Tell
 from diloco_server.shell.quotas import Places
 
 STREAMS_EACH, STREAMS_MAX = 4, 64
-"""Maximum number of open streams of one kind that callers without a lease have: per account, and in all; and of readers
-that are remembered as away."""
+"""Maximum number of open streams of one kind for callers without a lease: per account, and in all. The latter is also
+the maximum number of readers that are remembered as away."""
 CALLS = {Role.OBSERVER: "Follow", Role.MIRROR: "Mirror", Role.STANDBY: "Standby"}
 """The call that a scope must allow (`identity.MAY`) to follow in this role."""
 
@@ -48,7 +48,7 @@ class LearnerStream:
         self._changed = asyncio.Event()
 
     def send(self, directive: Directive) -> None:
-        """Queue a directive, replacing an outdated one. Nothing follows an eviction."""
+        """Queue a directive; it replaces an outdated one. No directive follows an eviction."""
         match directive:
             case Collect() | Committed():
                 self._waiting.put(directive.fragment_id, type(directive), directive)
@@ -61,7 +61,7 @@ class LearnerStream:
         self._changed.set()
 
     def end(self) -> None:
-        """Accept no more directives. Waiting ones still go out: one may be the eviction."""
+        """Accept no more directives. Waiting ones are still sent: one may be the eviction."""
         self._is_over = True
         self._changed.set()
 
@@ -94,7 +94,7 @@ class ControlStreams:
             del self._by_learner[stream.learner_id]
 
     def tell(self, tell: Tell) -> None:
-        """Send a directive. It is lost if this generation has no stream: a new stream starts with the full state."""
+        """Send a directive. If this generation has no stream, it is lost; a new stream starts with the full state."""
         stream = self._by_learner.get(tell.learner_id)
         if stream is not None and stream.generation == tell.generation:
             stream.send(tell.directive)
@@ -120,20 +120,20 @@ class Reader:
 
 
 class Copies:
-    """Keeps the shard at most one version per fragment ahead of a standby, as long as that keeps pace."""
+    """Keeps the shard at most one version per fragment ahead of a standby, as long as the standby keeps pace."""
 
     def __init__(self) -> None:
-        self._held: dict[int, int] = {}  # for fragments in which the standby keeps pace
+        self._held: dict[int, int] = {}  # only fragments in which the standby keeps pace
         self._fell_behind: set[int] = set()
 
     def holds(self, fragment_id: int, version: int, announced: int) -> None:
-        """The standby has this version; the shard has announced that one."""
+        """The standby has `version`; the shard has announced `announced`."""
         if fragment_id not in self._fell_behind or version >= announced - 1:
             self._fell_behind.discard(fragment_id)
             self._held[fragment_id] = max(version, self._held.get(fragment_id, version))
 
     def may_announce(self, fragment_id: int, version: int) -> bool:
-        """Whether the standby has the version before this one, or does not keep pace."""
+        """Whether the standby has the previous version, or does not keep pace."""
         return self._held.get(fragment_id, version) >= version - 1
 
     def falls_behind(self, fragment_id: int) -> None:
@@ -151,7 +151,7 @@ class Readers:
         self.copies = Copies()
         self._open: dict[Reader, None] = {}  # oldest first
         self.away: dict[tuple[Role, str], float] = {}
-        """Mirrors and standbys that no longer follow -> since when."""
+        """Mirrors and standbys that no longer follow -> the time since which they are away."""
         self._places = Places[object](STREAMS_EACH, STREAMS_MAX, "readers follow this shard; try again later")
 
     def __iter__(self) -> Iterator[Reader]:
@@ -191,7 +191,7 @@ class Readers:
                 reader.stream.send(committed)
 
     def copied(self, fragment_id: int, version: int, announced: int) -> None:
-        """A standby has this version. Ignored unless a standby follows: its disk would be waited for in vain."""
+        """A standby has this version. Ignored unless a standby follows: the shard would wait for its disk in vain."""
         if self.has_standby:
             self.copies.holds(fragment_id, version, announced)
 
@@ -207,7 +207,7 @@ class Readers:
         return any(reader.role is role for reader in self._open)
 
     def mirror_at(self, site: str) -> str:
-        """The address of the mirror that has been at this site longest; empty: there is none."""
+        """The address of the mirror that has been at this site the longest; empty: there is none."""
         of_site = (r.address for r in self._open if r.role is Role.MIRROR and r.site == site)
         return next(of_site, "") if site else ""
 

@@ -1,4 +1,4 @@
-"""A shard's log lines and metrics, and the history by which its promises are checked.
+"""A shard's log lines and metrics, and the history with which its promises are checked.
 
 The core reports facts and counts them in its ledger, which `status.py` shows as JSON. Nothing here decides, or depends
 on a log or metric: in another world they may be silent.
@@ -65,7 +65,7 @@ class ShardTelemetry:
 
     @contextmanager
     def called_by(self, caller: Identity) -> Iterator[None]:
-        """Hold this while a learner joins or leaves: the line says who it is."""
+        """Hold this while a learner joins or leaves, so that the log line says who called."""
         self._caller = caller
         try:
             yield
@@ -135,7 +135,7 @@ class ShardTelemetry:
     # ------------------------------------------------------------ sampled values
 
     def sample(self, now: float, *, is_ready: bool) -> None:
-        """Update gauges and the ledger's counters, at a scrape."""
+        """Update the gauges and the ledger's counters at a scrape."""
         shard, itself, rounds = self._shard, self._metrics.itself, self._metrics.rounds
         itself.ready.set(is_ready)
         itself.tokens_merged.follow(shard.tokens_merged)
@@ -221,7 +221,7 @@ class ShardHistory:
         )  # fmt: skip
 
     def merging(self, merge: MergeRound) -> None:
-        """Written before a closed round is merged: after a crash, the version's file shows whether it was."""
+        """Called before a closed round is merged: after a crash, the version's file shows whether it was merged."""
         contributions = [
             _row(c) | ({} if c.counted == c.tokens else {"counted": c.counted}) for c in merge.contributions
         ]
@@ -234,7 +234,7 @@ class ShardHistory:
         self._version("announced", state)
 
     def restored(self, state: FragmentState) -> None:
-        """This epoch begins with a stored version, perhaps renamed."""
+        """Record that this epoch begins with a stored version, perhaps renamed."""
         assert state.recovered is not None
         self._version("restored", state, stored_epoch=state.recovered.epoch)
 
@@ -256,7 +256,7 @@ class ShardHistory:
 
 
 def _shown(caller: Identity) -> dict[str, str]:
-    """Where a call came from, and the certificate that proved its identity, if one did."""
+    """Where a call came from, and the certificate that proved the caller's identity, if one did."""
     facts = {"peer": caller.peer} if caller.peer else {}
     if (proof := caller.proof) is not None:
         facts |= {"certificate": str(proof.subject), "serial": proof.serial}

@@ -1,6 +1,6 @@
-"""Waits for callers that another call can end: for their bytes, and until they take ours.
+"""Waits for callers, either for their bytes or until they take ours. Another call can end such a wait.
 
-A caller slower than `SLOWEST_BYTES_PER_S` is dropped; one that blocks others is told to try again.
+A caller slower than `SLOWEST_BYTES_PER_S` is dropped; a caller that blocks others is told to try again.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from diloco_common.wire.calls import CALL_S, SETTLE_S, SLOWEST_BYTES_PER_S
 from diloco_server.shell.quotas import Bytes
 
 BODIES_AT_ONCE = 4
-"""Maximum number of messages of callers without a lease that are read at once. Their sizes are not known before."""
+"""Maximum number of messages of callers without a lease that are read at once. Their sizes are not known yet."""
 BODIES_WAITING_MAX = 256
 """Maximum number of calls that wait for a place. Each may have sent 64 KiB before it is read (`rpc.SERVER_OPTIONS`)."""
 BODY_S = CALL_S - SETTLE_S
-"""Seconds for a message of a caller without a lease: the answer comes before its caller gives up."""
+"""Seconds for a message of a caller without a lease. So the answer arrives before the caller gives up."""
 BODY_SURE_S = 1.0
 """Seconds that a message may take even if others wait."""
 
@@ -42,10 +42,10 @@ class Wait:
             self._timeout.reschedule(asyncio.get_running_loop().time())
 
     async def until(self, deadline: float, late: Refusal, what: Callable[[], Awaitable[T]]) -> T:
-        """The result of `what`, awaited until `deadline`, a time of the event loop. Raises `late`, or the reason of
-        `end`.
+        """The result of `what`, awaited until `deadline`, a time of the event loop. Raises `late`, or the reason given
+        to `end`.
 
-        `what` is called only if there is a wait, because a coroutine that is never awaited gives a warning.
+        `what` is called only if there is a wait, because a coroutine that is never awaited causes a warning.
         """
         if self._why is not None:
             raise self._why
@@ -59,16 +59,16 @@ class Wait:
 
 
 class Deadlines:
-    """Deadlines for the bytes of a push: it may pause, but not be too slow for long."""
+    """Deadlines for the bytes of a push. A push may pause, but must not be too slow for long."""
 
     def __init__(self, pause_s: float, share: int) -> None:
-        """`share`: pushes that share one link."""
+        """`share`: the number of pushes that share one link."""
         self._began = asyncio.get_running_loop().time()
         self._pause_s, self._share = pause_s, share
         self._bytes = 0
 
     def due(self, num_bytes: int) -> float:
-        """When the next `num_bytes` must be there: a time of the event loop."""
+        """When the next `num_bytes` must have arrived: a time of the event loop."""
         self._bytes += num_bytes
         return self._began + self._pause_s + self._share * self._bytes / SLOWEST_BYTES_PER_S
 
@@ -78,7 +78,7 @@ class Turns:
 
     def __init__(self, per_s: float, burst: float) -> None:
         self._every_s, self._slack_s = 1 / per_s, burst / per_s
-        self._due = -math.inf  # not 0: the clock of a machine may just have started
+        self._due = -math.inf  # not 0: a machine's clock may have just started
 
     async def next(self) -> None:
         now = asyncio.get_running_loop().time()
@@ -95,19 +95,19 @@ class OpenPush(Wait):
 
     async def next(self, parts: AsyncIterator[T], due: float) -> T | None:
         """The next part; None at the end. Raises TornUpload if it is late or a newer push replaced this one."""
-        late = TornUpload("the bytes of this push came too slowly, or not at all; push again")
+        late = TornUpload("the bytes of this push arrived too slowly, or not at all; push again")
         return await self.until(due, late, lambda: anext(parts, None))
 
 
 class Bodies:
-    """Reads few messages at once, newest first.
+    """Lets only a few messages be read at once, newest first.
 
     If others wait, the message that has taken longest makes room after a second. So a caller that never finishes its
     message blocks others only briefly, and a crowd of them does not block newcomers.
     """
 
     def __init__(self) -> None:
-        self._reading: dict[Wait, float] = {}  # since when; oldest first
+        self._reading: dict[Wait, float] = {}  # when reading began; oldest first
         self._free = BODIES_AT_ONCE
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._room: asyncio.TimerHandle | None = None
@@ -175,10 +175,10 @@ def _crowded() -> Busy:
 
 
 class Unread(Generic[T]):
-    """The chunks that a pull has not taken. They keep a version in memory, so a caller that pauses loses them."""
+    """The chunks that a pull has not taken. They keep a version in memory, so a caller that pauses long loses them."""
 
     def __init__(self, chunks: Iterable[T], pause_s: float) -> None:
-        """`pause_s`: longest pause, in addition to the time of a slow link for a chunk."""
+        """`pause_s`: the longest pause, in addition to the time that a slow link needs for a chunk."""
         self._chunks: Iterator[T] | None = iter(chunks)
         self._pause_s = pause_s
         self._ends: asyncio.TimerHandle | None = None
@@ -217,7 +217,7 @@ class Outgoing:
 
     @asynccontextmanager
     async def held(self, num_bytes: int) -> AsyncIterator[None]:
-        """Hold this while the transport has the bytes; waits until they fit."""
+        """Hold this while the transport has the bytes. It waits until they fit."""
         if self._line or not self._bytes.fits(num_bytes):
             await self._turn(num_bytes)
         else:
@@ -228,7 +228,7 @@ class Outgoing:
             self._give_back(num_bytes)
 
     async def _turn(self, num_bytes: int) -> None:
-        """Wait in line; `_serve` has then taken the bytes."""
+        """Wait in line. When this returns, `_serve` has taken the bytes."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._line.append((num_bytes, turn))
         try:

@@ -1,4 +1,4 @@
-"""What makes versions in a host: one compute thread, jobs of the event loop, and the disk.
+"""The means by which a host makes versions: one compute thread, jobs in the event loop, and the disk.
 
 Arithmetic on whole fragments (seeds, merges, encodings) runs on one thread, because two OpenMP teams on the same cores
 are slower than one. `Keeper` writes versions on its own threads.
@@ -34,14 +34,14 @@ class VersionWork:
         self, shard: Shard, store: Store, world: World, clock: Clock, metrics: ShardMetrics, log: Log,
         advance: Callable[[], None],
     ) -> None:  # fmt: skip
-        """`advance`: lets the core decide, after a job."""
+        """`advance`: lets the core decide; called after a job."""
         self.clock, self.stopwatch = clock, world.clock
         self.streams, self.readers = ControlStreams(), Readers()
         self.checkpointer = Checkpointer(shard.settings, world, metrics, log)
         self.keeper = Keeper(store, world, metrics, log, self._written)
         self.closed = False
         self.broken = asyncio.Event()
-        """Set when this process must end: ticks stopped, or a merge failed halfway and left values of no version."""
+        """Set when this process must end: ticks stopped, or a failed merge left values that belong to no version."""
         self.why_broken = ""
         self._shard, self._metrics, self._log, self._advance = shard, metrics, log, advance
         self.thread = world.threads(1, "diloco-compute")
@@ -49,11 +49,11 @@ class VersionWork:
         self._give_back = world.give_back
         self._computed_last: ComputePhase | None = None  # owned by the compute thread
         self._jobs: dict[asyncio.Task[None], None] = {}
-        # Not a set: `close` cancels them in the order of their start, the same in every run of a seed.
+        # Not a set: `close` cancels them in the order of their start, which is the same in every run with one seed.
         self._moved = asyncio.Event()  # set when a condition of `until` may have changed
 
     def __len__(self) -> int:
-        """Jobs that run."""
+        """The number of running jobs."""
         return len(self._jobs)
 
     def moved(self) -> None:
@@ -70,7 +70,7 @@ class VersionWork:
 
     def start(self, job: Job, name: str) -> None:
         """Run a job, then advance. Does nothing once the shard has ended."""
-        if self.closed:  # the last pushes closed a round
+        if self.closed:  # the last pushes may have closed a round
             return
         task = asyncio.create_task(self._run(job), name=name)
         self._jobs[task] = None
@@ -91,7 +91,7 @@ class VersionWork:
         self.check_open()
 
         def timed() -> T:
-            if self._computed_last == "seed":  # its bytes are free, and contributions are smaller
+            if self._computed_last == "seed":  # the seed's bytes are free, and contributions are smaller
                 self._give_back()
             self._computed_last = phase
             began = self._cpu_clock()
@@ -110,15 +110,15 @@ class VersionWork:
         self.end(f"version {merge.version} of fragment {merge.fragment_id} cannot be made: {error}")
 
     def end(self, why: str) -> None:
-        """Make this process end. The first reason counts."""
+        """Make this process end. Only the first reason counts."""
         self.why_broken = self.why_broken or why
         self.broken.set()
 
     async def keep(self, version: StoredVersion) -> None:
         """Make a version durable. It may be announced once this returns.
 
-        A standby that keeps pace has the version before by then. One that lags is waited for as long as a lease, and
-        then no longer until it has caught up.
+        By then, a standby that keeps pace has the previous version. This waits for one that lags as long as a lease,
+        and then no longer until it has caught up.
         """
         assert self._shard.manifest is not None
         await self.keeper.keep(version, self._shard.manifest)

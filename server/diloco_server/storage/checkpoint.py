@@ -49,7 +49,7 @@ class CheckpointFile:
     """The last 8 bytes of the file, in hex: CRC-32C of its header, then of its values."""
     fragment_id: int
     shard_index: int
-    """The shard it was taken from."""
+    """The shard that it was taken from."""
     epoch: int
     version: int
     tokens_merged: int
@@ -60,7 +60,7 @@ class Contents:
     run: str
     num_shards: int
     num_fragments: int
-    """P of the settings."""
+    """P, as the settings give it."""
     optimizer: str
     tensors: tuple[TensorSpec, ...]
     digest: str
@@ -70,11 +70,11 @@ class Contents:
 
     @cached_property
     def manifest(self) -> Manifest:
-        """The model's manifest. Raises DataError if this release cuts the model in another way."""
+        """The model's manifest. Raises DataError if this release cuts the model differently."""
         manifest = cut(self.tensors, self.num_fragments, self.num_shards)
         if manifest.digest != self.digest:
             raise DataError(
-                "this release of decoupled-diloco cuts the checkpoint's model in another way: use the release that "
+                "this release of decoupled-diloco cuts the checkpoint's model differently: use the release that "
                 "made the checkpoint"
             )
         return manifest
@@ -91,7 +91,7 @@ class Contents:
 
     @property
     def versions(self) -> tuple[int, int]:
-        """The lowest and highest version of the model in it; other kinds have version numbers of their own."""
+        """The lowest and highest version of the model in it. Other kinds have their own version numbers."""
         versions = [file.version for file in self.model_files or self.files]
         return min(versions), max(versions)
 
@@ -143,7 +143,7 @@ def joined(parts: Sequence[Contents]) -> Contents:
         for file in part.files:
             if (other := files.get(file.fragment_id)) is not None:
                 raise BadCheckpoint(
-                    f"fragment {file.fragment_id} is there twice, as version {other.version} and as version "
+                    f"fragment {file.fragment_id} appears twice, as version {other.version} and as version "
                     f"{file.version}: name only the parts of one checkpoint"
                 )
             files[file.fragment_id] = file
@@ -184,7 +184,7 @@ def decode_manifest(text: bytes, where: str) -> Contents:
     try:
         whole = json.loads(text)
         body = whole["checkpoint"]
-        if whole["crc32c"] != _checksum(body) or text != _dump(whole):  # comparing the text finds even a changed space
+        if whole["crc32c"] != _checksum(body) or text != _dump(whole):  # comparing the text even finds a changed space
             raise BadCheckpoint(f"{where} is damaged: its checksum differs")
         if (found := body.pop("format")) != FORMAT:
             raise DataError(
@@ -200,7 +200,7 @@ def decode_manifest(text: bytes, where: str) -> Contents:
 
 
 def _check_files(contents: Contents) -> None:
-    """Raises ValueError. A valid checksum proves nothing, since anyone can make one, and these names are opened."""
+    """Raises ValueError. These names get opened, and a valid checksum proves nothing, since anyone can make one."""
     try:
         check_tensors(contents.tensors)
     except BadRequest as error:
@@ -251,7 +251,7 @@ def read_listed(fs: Files, file: CheckpointFile, contents: Contents) -> tuple[He
 
 
 def check_listed(fs: Files, file: CheckpointFile, contents: Contents) -> None:
-    """Raises VersionDamaged if the file is not the one in the manifest, even if it is intact."""
+    """Raises VersionDamaged if the file, even an intact one, is not the one in the manifest."""
     header, found = describe(fs, file.name)
     part = _part(header, found)
     if found != file or part.digest != contents.digest or _identity(part) != _identity(contents):
@@ -267,5 +267,5 @@ def _dump(value: Any) -> bytes:
 
 
 def total_tokens(contents: Contents) -> int:
-    """Tokens merged into every fragment of the model."""
+    """The tokens that every fragment of the model has merged at least."""
     return min((file.tokens_merged for file in contents.model_files), default=0)

@@ -1,9 +1,9 @@
 """The few disk calls of a store, their implementation on a real disk, and the lock on its folder.
 
-Files are private to their owner, whatever the umask: files 0600, folders 0700. The model and its training data are as
-private as the weights, and every byte of the weights is here.
+Files are private to their owner, whatever the umask: files 0600, folders 0700. The model and its training data are only
+as private as the weights, and every byte of the weights is here.
 
-The simulator puts its own disk under the same store. It loses unsynced data, tears writes and rots.
+The simulator puts its own disk under the same store. That disk loses unsynced data, tears writes and rots.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class NewFile(Protocol):
     """A file being written from its beginning. Every call may raise OSError."""
 
     def write(self, data: memoryview) -> None:
-        """Append all of `data`, bytes."""
+        """Append all bytes of `data`."""
 
     def sync(self) -> None:
-        """Return once the written bytes survive a crash of the machine. For the file's name, see `sync_names`."""
+        """Return once the written bytes would survive a crash of the machine. For the file's name, see `sync_names`."""
 
     def close(self) -> None: ...
 
@@ -37,13 +37,13 @@ class OldFile(Protocol):
     size: int
 
     def read_into(self, out: memoryview, offset: int) -> int:
-        """Read from `offset` until `out` is full or the file ends; return the number of bytes."""
+        """Read from `offset` until `out` is full or the file ends; return the number of bytes read."""
 
     def close(self) -> None: ...
 
 
 class Files(Protocol):
-    """The files of one folder, without subfolders, read-only. Every call may raise OSError."""
+    """The files of one folder without subfolders, to be read only. Every call may raise OSError."""
 
     def names(self) -> Sequence[str]: ...
 
@@ -54,7 +54,7 @@ class FileSystem(Files, Protocol):
     """A folder that can also be written to."""
 
     def create(self, name: str) -> NewFile:
-        """A new, empty file. Replaces any file of that name."""
+        """Create an empty file. It replaces any file of that name."""
 
     def rename(self, old: str, new: str) -> None:
         """Replace any file of the new name, atomically: readers see the old file or the new one."""
@@ -62,7 +62,7 @@ class FileSystem(Files, Protocol):
     def remove(self, name: str) -> None: ...
 
     def sync_names(self) -> None:
-        """Return once all created, renamed and removed names survive a crash of the machine."""
+        """Return once all created, renamed and removed names would survive a crash of the machine."""
 
     def free_bytes(self) -> int:
         """Free space, in bytes."""
@@ -71,7 +71,7 @@ class FileSystem(Files, Protocol):
 class Disk:
     """A real folder, created for its owner alone if it is missing. Raises OSError.
 
-    An existing folder keeps its mode: it may be a volume that its group uses.
+    An existing folder keeps its mode, because it may be a volume that a group uses.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -155,7 +155,7 @@ def sync_path(path: Path) -> None:
 
 
 def owner_lives(folder: Path) -> bool:
-    """Whether the process that last locked a folder is alive. Checked without locking, which would keep others out."""
+    """Whether the process that last locked a folder is alive. Takes no lock, which would keep others out."""
     try:
         return Path("/proc", (folder / "lock").read_text().strip()).is_dir()
     except OSError:
@@ -166,7 +166,7 @@ class FolderLock:
     """Locks a folder until `release`, or until the process ends in any way."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises OSError, and InUse naming the owner."""
+        """Raises OSError, and an InUse that names the owner."""
         self._descriptor = open_private(folder / "lock", os.O_RDWR)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,13 +1,13 @@
-"""Regular checkpoints of a shard: hard links to its version files, whether or not it runs.
+"""Checkpoints of a shard: hard links to its version files, whether or not it runs.
 
-A version file never changes once it has its name, so a hard link is as good as a copy. The last two versions are kept.
-If a file vanishes before it is linked, there is a newer one.
+A version file never changes once it has its name, so a hard link is as good as a copy. The last two versions are kept:
+if a file vanishes before it is linked, there is a newer one.
 
-One is made every `checkpoint.every` versions, as `checkpoints/version-NNN` in the shard's folder. Checkpoint N takes
-the first version of each fragment, from N on, that is still there. That is N itself, unless linking falls two versions
-behind. So all shards agree on names and contents without communicating. Other kinds number their versions more
-slowly: a checkpoint takes the newest version of each, once those of the model are there. `diloco checkpoint` takes one
-at once.
+A regular checkpoint is made every `checkpoint.every` versions, as `checkpoints/version-NNN` in the shard's folder.
+Checkpoint N takes the first version of each fragment, from N on, that is still there. That is N itself, unless linking
+falls two versions behind. So all shards agree on names and contents without communicating. The versions of other kinds
+grow more slowly: a checkpoint takes the newest version of each, once those of the model are there. `diloco checkpoint`
+takes a checkpoint at once.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FOLDER = "checkpoints"
 """Name of the folder of checkpoints, in a data folder and in a cluster's folder."""
 _NAME = re.compile(r"version-(\d{12})")
 _NO_HARD_LINKS = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK)
-"""The target is on another disk, or its disk has no hard links."""
+"""The errors if the target is on another disk, or its disk has no hard links."""
 
 
 def fragments_in(folder: Path) -> list[int]:
@@ -48,10 +48,9 @@ def fragments_in(folder: Path) -> list[int]:
 
 
 def hard_link(source: Path, target: Path) -> None:
-    """Give a version file another name, in place of any file of that name. Without hard links, copy it.
+    """Give a version file another name, replacing any file of that name. Without hard links, copy it.
 
-    The name may not survive a crash until the folder is synced. Raises OSError, and FileNotFoundError if the file has
-    gone.
+    Until the folder is synced, a crash may lose the name. Raises OSError, and FileNotFoundError if the file is gone.
     """
     temporary = target.with_name(target.name + ".tmp")
     temporary.unlink(missing_ok=True)
@@ -77,7 +76,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Remove a checkpoint if it is there, its manifest first, so a crash never leaves half of one. Raises OSError."""
+    """Remove a checkpoint if it exists, its manifest first: so a crash never leaves half of one. Raises OSError."""
     if not folder.is_dir():
         return
     (folder / MANIFEST).unlink(missing_ok=True)
@@ -120,7 +119,7 @@ class RegularCheckpoints:
     def written(self, fragment_id: int, version: int, manifest: Manifest, shard_index: int) -> list[int]:
         """A version is on disk. Returns the checkpoints that it completes.
 
-        Raises OSError; the fragment's next version then takes its place.
+        Raises OSError; the fragment's next version then takes this one's place.
         """
         owned = manifest.owned_by(shard_index)
         of_model = {fragment.fragment_id for fragment in owned if fragment.traits.is_of_model}
@@ -158,7 +157,7 @@ class RegularCheckpoints:
         if folder.is_dir() and not self._link_newest(folder, owned):
             return False
         if not folder.is_dir() or set(fragments_in(folder)) != {fragment.fragment_id for fragment in owned}:
-            del self._open[number]  # a user has deleted files of it
+            del self._open[number]  # a user has deleted some of its files
             return False
         disk = Disk(folder)
         names = [name for name in disk.names() if name.startswith("fragment-") and not name.endswith(".tmp")]
@@ -178,7 +177,7 @@ class RegularCheckpoints:
         return True
 
     def _link_newest(self, folder: Path, owned: Sequence[Fragment]) -> bool:
-        """Link the newest version of the other kinds. Returns False if one is missing; a newer one will come."""
+        """Link the newest versions of the other kinds. Returns False if one is missing; then a newer one will come."""
         there = fragments_in(folder)
         for fragment in owned:
             if fragment.traits.is_of_model or fragment.fragment_id in there:

@@ -1,10 +1,10 @@
 """The folder of a standby, into which a shard's version files are copied until it is promoted.
 
-An empty file marks the folder, with an epoch in its name, so there is no content to damage:
+An empty file with an epoch in its name marks the folder, so there is no content to damage:
 
-    standby-NNN     files of the shard at epoch NNN are copied here: no one may serve from it
-    promoted-NNN    whoever serves from it is that shard, in later epochs than any before
-    superseded-NNN  its shard was replaced by a promoted one, which began epoch NNN: no one may serve from it
+    standby-NNN     files of the shard at epoch NNN are copied here: nobody may serve from the folder
+    promoted-NNN    the process that serves from the folder is that shard, in later epochs than any before
+    superseded-NNN  its shard was replaced by a promoted one, which began epoch NNN: nobody may serve from the folder
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class Mark(NamedTuple):
 
 
 def mark_of(names: Sequence[str]) -> Mark | None:
-    """The mark of a folder with these files; None: a shard's own folder, or a new one. A crash may leave several."""
+    """The mark of a folder with these files; None: it is a shard's own, or new. A crash may leave several marks."""
     found = [Mark(m[1], int(m[2])) for name in names if (m := _MARK.fullmatch(name))]
     order = (STANDBY, PROMOTED, SUPERSEDED)
     return max(found, key=lambda mark: (order.index(mark.what), mark.epoch), default=None)
 
 
 def put_mark(fs: FileSystem, what: str, epoch: int) -> None:
-    """Set the mark durably, and remove earlier ones. Only another promotion replaces a promotion. Raises OSError."""
+    """Set the mark durably, and remove earlier marks. A standby's mark never replaces a promotion. Raises OSError."""
     name = f"{what}-{epoch:012d}"
     before = [name for name in fs.names() if _MARK.fullmatch(name)]
     if what == STANDBY and any(name.startswith(PROMOTED) for name in before):
@@ -53,13 +53,13 @@ def put_mark(fs: FileSystem, what: str, epoch: int) -> None:
         with closing(fs.create(name)) as file:
             file.sync()
         fs.sync_names()
-    for old in before:  # not marks that were added since
+    for old in before:  # but not marks that were added since
         if old != name:
             fs.remove(old)
 
 
 def first_epoch_of(mark: Mark | None, wanted: int) -> int:
-    """The lowest epoch that may begin in a folder. Raises WrongFolder if no one may serve from it."""
+    """The lowest epoch that may begin in a folder. Raises WrongFolder if nobody may serve from it."""
     match mark:
         case Mark("standby", epoch):
             raise WrongFolder(
@@ -69,7 +69,7 @@ def first_epoch_of(mark: Mark | None, wanted: int) -> int:
         case Mark("superseded", epoch):
             raise WrongFolder(
                 f"the shard of this folder was replaced by its standby, which began epoch {epoch}; what was merged "
-                "here since is lost. Start it with --standby-of and the address of that one: it begins anew as its "
+                "here since is lost. Start it with --standby-of and the address of that shard: it begins anew as its "
                 "standby"
             )
         case Mark("promoted", epoch):
@@ -78,7 +78,7 @@ def first_epoch_of(mark: Mark | None, wanted: int) -> int:
 
 
 class StandbyFolder:
-    """The folder of a running standby. Its calls may hang, and raise OSError."""
+    """The folder of a running standby. Its calls may hang, or raise OSError."""
 
     def __init__(self, fs: FileSystem) -> None:
         """Raises WrongFolder for a folder that a shard serves from."""
@@ -90,7 +90,7 @@ class StandbyFolder:
             return
         if mark is None and any(name.startswith("epoch-") for name in names):
             raise WrongFolder("a shard serves from this folder: give the standby one of its own (shard.data_dir)")
-        if mark is not None and mark.what == SUPERSEDED:  # its versions were replaced by a promoted shard's
+        if mark is not None and mark.what == SUPERSEDED:  # a promoted shard's versions have replaced its versions
             for name in [*names]:
                 if parse_version_name(name) or name.startswith("epoch-"):
                     fs.remove(name)
@@ -111,7 +111,7 @@ class StandbyFolder:
         return newest(self._fs)
 
     def drop_later(self, newest: Mapping[int, int]) -> None:
-        """Remove versions above the shard's, which has lost them. `newest`: fragment -> version; -1: it has none."""
+        """Remove versions above the shard's, since it has lost them. `newest`: fragment -> version; -1: it has none."""
         later = [version_name(f, v) for f, v in _versions(self._fs) if v > newest.get(f, v)]
         for name in later:
             self._fs.remove(name)
@@ -154,9 +154,9 @@ def _versions(fs: FileSystem) -> list[tuple[int, int]]:
 
 
 def promote(fs: FileSystem) -> dict[int, VersionId]:
-    """Promote the folder: whoever serves from it next is the shard. Returns its versions; safe to repeat.
+    """Promote the folder: the next process that serves from it is the shard. Returns its versions; safe to repeat.
 
-    Raises WrongFolder if it is not a standby's, and OSError.
+    Raises WrongFolder if it is not a standby's folder, and OSError.
     """
     mark = mark_of(fs.names())
     if mark is None or mark.what == SUPERSEDED:

@@ -1,13 +1,13 @@
 """A shard's versions on disk: the order of writes, which versions are kept, and recovery after a crash.
 
-A version is announced only after `save` has returned. It is written under a temporary name, synced and renamed, and
-then the names are synced. So after a crash at any point, the newest version is complete: the old one or the new one.
+A version is announced only after `save` has returned. It is written with a temporary name, synced and renamed, and then
+the names are synced. So after a crash at any point, the newest version is complete: it is the old one or the new one.
 The last two versions of each fragment are kept, in case the newest one rots.
 
-Files that recovery passes over are renamed before the shard serves: a sector that failed once may be readable at the
-next start, when other versions have taken the place of that file's.
+Files that recovery skips are renamed before the shard serves: a sector that failed once may be readable at the next
+start, when other versions have taken the place of that file's version.
 
-Each start of a shard gets its own epoch: an empty file with the number in its name, so there is no content to damage.
+Each start of a shard gets its own epoch, as an empty file with the number in its name: there is no content to damage.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from diloco_server.storage.version_file import (
 )
 
 DAMAGED = ".damaged"
-"""Suffix of files that recovery has passed over."""
+"""Suffix of files that recovery has skipped."""
 _EPOCH = re.compile(r"epoch-(\d{12})", re.ASCII)
 
 
@@ -67,12 +67,12 @@ class Store(Protocol):
     """One shard's versions. `save` may be called from several threads, for different fragments."""
 
     epoch: int
-    """The epoch of this start of the shard, different for every start."""
+    """The epoch of this start of the shard. Every start has another one."""
     keeps_files: bool
     """Whether versions outlive the process."""
 
     def recover(self) -> Recovered:
-        """The versions of earlier epochs. Call once, before `save`. Raises DataError and OSError."""
+        """The versions of earlier epochs. Call it once, before `save`. Raises DataError and OSError."""
 
     def save(self, version: StoredVersion, manifest: Manifest) -> int:
         """Make a version durable, and return its size in bytes.
@@ -84,7 +84,7 @@ class Store(Protocol):
         """The file of a version that was saved. Raises OSError."""
 
     def supersede(self, epoch: int) -> None:
-        """Another process is this shard from this epoch on: never serve from here again. Raises OSError."""
+        """From this epoch on, another process is this shard: never serve from here again. Raises OSError."""
 
     def free_bytes(self) -> int | None:
         """Free space for versions, in bytes; None: no disk is used. May hang. Raises OSError."""
@@ -100,7 +100,7 @@ class MemoryStore:
     keeps_files = False
 
     def __init__(self, epoch: int) -> None:
-        """`epoch`: drawn at random, so that learners notice a restart."""
+        """`epoch`: a random number, so that learners notice a restart."""
         self.epoch = epoch
 
     def recover(self) -> Recovered:
@@ -121,15 +121,15 @@ class MemoryStore:
 
 
 class FileStore:
-    """Versions in a folder that no one else writes to."""
+    """Versions in a folder that nobody else writes to."""
 
     keeps_files = True
 
     def __init__(self, fs: FileSystem, origin: Origin, *, first_epoch: int) -> None:
         """Begin an epoch, durably. Raises OSError.
 
-        `first_epoch`: its lower bound, above every earlier epoch of the run, or two versions would have the same name.
-        A folder that is new, emptied, or an old copy does not show the epochs since. Seconds since 1970 are high
+        `first_epoch`: its lower bound, above every earlier epoch of the run; otherwise two versions could have the same
+        name. A folder that is new, emptied, or an old copy does not show later epochs. Seconds since 1970 are high
         enough.
         """
         self._fs = fs
@@ -187,8 +187,8 @@ class FileStore:
                 damage.append(str(error))
                 worse.append(name)
                 continue
-            # The version before is removed only once there is a later one. If it is missing, a later one may be, too. A
-            # standby skips versions when it lags, so it may lack some.
+            # The previous version is removed only once there is a later one. If it is missing, a later one may be
+            # missing too. A standby skips versions when it lags, so it may lack some.
             is_missing = header.previous is not None and header.previous not in versions
             is_missing = is_missing and stored.record.epoch > self._copied_upto
             if is_missing and not worse and not aside and not self._was_restored:
@@ -204,7 +204,7 @@ class FileStore:
         )
 
     def _put_aside(self) -> None:
-        """Rename what was passed over, durably. Raises OSError."""
+        """Durably rename the files that recovery skipped. Raises OSError."""
         renamed = False
         for fragment_id, unneeded in self._unneeded.items():
             for name in [name for name in unneeded if not name.endswith(DAMAGED)]:
@@ -216,7 +216,7 @@ class FileStore:
             self._fs.sync_names()
 
     def _aside(self) -> dict[int, set[str]]:
-        """Fragment -> files passed over at an earlier start, not yet cleared by a later version."""
+        """Fragment -> files that an earlier start skipped, and that no later version has cleared yet."""
         found: dict[int, set[str]] = {}
         for name in self._fs.names():
             if name.endswith(DAMAGED) and (parsed := parse_version_name(name.removesuffix(DAMAGED))) is not None:
@@ -240,13 +240,13 @@ class FileStore:
     # ------------------------------------------------------------ saving
 
     def save(self, version: StoredVersion, manifest: Manifest) -> int:
-        """Write, sync, rename, sync the names; then remove what is no longer kept. Raises OSError."""
+        """Write, sync, rename, sync the names; then remove files that are no longer kept. Raises OSError."""
         record = version.record
         name = version_name(record.fragment_id, record.version)
         temporary = name + TEMPORARY
         intact = [v for v in self._intact.get(record.fragment_id, []) if v < record.version]
         unneeded = self._unneeded.setdefault(record.fragment_id, set())
-        unneeded |= {temporary, name}  # if this fails, either may stay behind, and no later save may use the name
+        unneeded |= {temporary, name}  # if this fails, either file may stay, and no later save may use its name
         try:
             with contextlib.closing(self._fs.create(temporary)) as file:
                 num_bytes = write_version(file, version, self._origin, manifest, intact[-1] if intact else None)

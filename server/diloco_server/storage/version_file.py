@@ -4,9 +4,9 @@
     header    JSON, padded with spaces to a multiple of 8 bytes
     theta     float32 [n]
     outer.0   bfloat16 or float32 [n], outer.1 ...: state of the outer optimizer
-    average   bfloat16 [n]: average of the versions minus theta, if the run keeps one
+    average   bfloat16 [n]: average of the versions minus theta, if the run keeps an average
     anchor    bfloat16 [n], if the learners' anchor does not follow from theta
-    checksums uint8 [8]: CRC-32C of length and header, then CRC-32C of everything between header and checksums
+    checksums uint8 [8]: CRC-32C of length and header, then CRC-32C of all bytes between header and checksums
 
 The checksums cover every byte. They come last, so each tensor is written once, without a copy. docs/version-file.md
 documents layout and metadata.
@@ -49,7 +49,7 @@ class StoredVersion:
     record: Record
     values: Values
     anchor: Payload | None
-    """The learners' anchor, in a run that sends changes; None: it follows from the values."""
+    """The learners' anchor, if the run sends changes; None: it follows from the values."""
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -60,17 +60,17 @@ class StoredVersion:
 
 @dataclass(frozen=True)
 class Origin:
-    """The run and shard that wrote a version. A shard refuses files of another origin."""
+    """The run and the shard that wrote a version. A shard refuses files of another origin."""
 
     run: str
     shard_index: int
     num_shards: int
     num_fragments: int
-    """P of the settings. The manifest has fewer fragments if the model has few pieces."""
+    """P, as the settings give it. The manifest has fewer fragments if the model has few pieces."""
     optimizer: str
-    """Name of the outer optimizer. Its state is kept."""
+    """Name of the outer optimizer whose state the file keeps."""
     pull: str
-    """`sync.pull`. It decides which bytes learners hold of a version. The only field that may change."""
+    """`sync.pull`, which decides which bytes of a version learners hold. Only this field may change."""
 
     @classmethod
     def of(cls, settings: Settings) -> Origin:
@@ -81,37 +81,37 @@ class Origin:
 
 
 FORMAT, WITH_AVERAGE = "diloco-version-3", "diloco-version-4"
-"""Without and with an average of the versions."""
+"""The formats without and with an average of the versions."""
 VERSIONS_KEPT = 2
-"""Of each fragment, in a folder of a shard or a standby."""
+"""How many versions of each fragment the folder of a shard or a standby keeps."""
 TEMPORARY = ".tmp"
 """Suffix of files that are being written."""
 FILE_HEADER_BYTES_MAX = 64 * 2**20
-"""A reader allocates at most this much because a file says so. Larger headers are not written, either."""
+"""The most that a reader allocates because a file says so. Larger headers are not written either."""
 SLICE_BYTES = 2**18
 """Data is checked and written, or read and checked, in slices of this size, which stay in the cache."""
 _CHECKSUMS = struct.Struct("<II")
 CHECKSUM_BYTES = _CHECKSUMS.size
 Kind = Literal["F32", "BF16"]
-"""Data types, as safetensors names them."""
+"""Data types, with the names that safetensors uses."""
 _DTYPES: dict[Kind, torch.dtype] = {"F32": torch.float32, "BF16": torch.bfloat16}
 _KINDS = {dtype: kind for kind, dtype in _DTYPES.items()}
 _LOST = (errno.ENOENT, errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.EISDIR)
-"""Errors of the file itself. Any other error may pass, and a version that may be intact must not be passed over."""
+"""Errors of the file itself. Any other error may be temporary, and a version that may be intact must not be skipped."""
 
 
-_MORE = "For further information visit"  # a line of pydantic that says nothing here
+_MORE = "For further information visit"  # pydantic's line that is useless here
 
 
 @dataclass(frozen=True)
 class Header:
-    """The header of a file, after its checksum was verified."""
+    """The header of a file whose checksum was verified."""
 
     origin: Origin
     manifest: Manifest
     record: Record
     previous: int | None
-    """The version kept beside this one when it was written."""
+    """The other version that was kept when this one was written."""
     buffers: tuple[Kind, ...]
     """Data types of the outer optimizer's state."""
     has_average: bool
@@ -171,7 +171,7 @@ def _encode_header(header: Header) -> bytes:
     }
     # safetensors allows text only, so each value is JSON by itself.
     text = _json({"__metadata__": {key: _json(value) for key, value in metadata.items()}} | _table(header)).encode()
-    # Quotes inside of values are escaped, so this is found in one place.
+    # Quotes inside values are escaped, so this text occurs in one place only.
     text = text.replace(_json(_json(_MANIFEST_PLACE)).encode(), _manifest_text.of(header.manifest), 1)
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
@@ -253,13 +253,13 @@ def read_version(fs: Files, name: str) -> tuple[Header, StoredVersion]:
 
 
 def read_header(fs: Files, name: str) -> Header:
-    """Read only the header of a file. Raises as `read_version`."""
+    """Read only the header of a file. Raises what `read_version` raises."""
     with closing(_open(fs, name)) as file:
         return _read_header(file, name)[0]
 
 
 def check_version(fs: Files, name: str) -> Header:
-    """Check every byte of a file. Raises as `read_version`."""
+    """Check every byte of a file. Raises what `read_version` raises."""
     with closing(_open(fs, name)) as file:
         header, offset, crc32c = _read_header(file, name)
         part, found = bytearray(SLICE_BYTES), 0
@@ -318,7 +318,7 @@ def _decode_header(name: str, head: bytes) -> Header:
         manifest, digest = _read_manifest(metadata["manifest"], origin.num_fragments, origin.num_shards)
         if manifest.digest != digest:
             raise DataError(
-                f"{name}: this release cuts its model in another way (manifest {manifest.digest[:12]}, the file says "
+                f"{name}: this release cuts its model differently (manifest {manifest.digest[:12]}, the file says "
                 f"{digest[:12]}): use the release of decoupled-diloco that wrote it"
             )
         record = _RECORD.validate_json(metadata["record"], strict=True)
@@ -346,7 +346,7 @@ def _decode_header(name: str, head: bytes) -> Header:
 
 @lru_cache(maxsize=1)
 def _read_manifest(text: str, num_fragments: int, num_shards: int) -> tuple[Manifest, str]:
-    """The manifest, and the digest in the file. Cached, since all files of a folder have the same.
+    """The manifest, and the digest in the file. Cached, since all files of a folder have the same manifest.
 
     Raises ValueError, BadRequest.
     """
@@ -362,7 +362,7 @@ class _Model:
 
     digest: str
     tensors: list[list[Any]]
-    """As read by `spec_of`."""
+    """The entries that `spec_of` reads."""
     ties: tuple[Tie, ...] = ()
 
 
@@ -390,7 +390,7 @@ def _read_anchor(file: OldFile, name: str, header: Header, offset: int, crc32c: 
 
 
 def _read_into(file: OldFile, name: str, out: memoryview, offset: int, crc32c: int) -> int:
-    """Fill `out` from `offset`; returns the checksum so far."""
+    """Fill `out` from `offset`; return the checksum so far."""
     for start in range(0, len(out), SLICE_BYTES):
         part = out[start : start + SLICE_BYTES]
         try:
@@ -435,7 +435,7 @@ def version_name(fragment_id: int, version: int) -> str:
 
 
 def parse_version_name(name: str) -> tuple[int, int] | None:
-    """Fragment and version in a file name; None: it is not a version file's."""
+    """The fragment and the version in a file name; None: it is not the name of a version file."""
     match = _NAME.fullmatch(name)
     return (int(match[1]), int(match[2])) if match else None
 
