@@ -27,7 +27,7 @@ PLUGIN = "plugin:"
 class Extension:
     thing: Any
     source: str
-    """SHA-256 of the file that defines it, 16 hex digits; "" if there is no file. Equal in all processes of a run."""
+    """SHA-256 of its file, 16 hex digits; "" if there is no file. It must be equal in all processes of a run."""
 
 
 def is_extension(name: str) -> bool:

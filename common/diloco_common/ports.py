@@ -111,7 +111,7 @@ class ShardService(Protocol):
     async def read(self, caller: Identity, message: Callable[[], Awaitable[T]]) -> T:
         """Read the only message of a call, if the transport can leave it unread until then.
 
-        Few are read at once. `message` also parses it; a large message then takes several times its size.
+        Only a few are read at once. `message` also parses it; a large message then takes several times its size in RAM.
         """
 
     async def join(self, caller: Identity, request: JoinRequest) -> JoinAnswer: ...

@@ -108,8 +108,8 @@ class GuardSettings(Section):
     trust: Literal["members", "strangers"] = "members"
     """"members": learners may be slow, away, diverged or on broken hardware, but do not cheat. The longest contribution
     of a round counts for at most twice the second longest, and shards believe what learners claim. "strangers":
-    learners may cheat. A contribution then counts at most as long as the median one, its weight and tokens at most as
-    much as the median's, and a round needs more than half of the learners that answer."""
+    learners may cheat. No contribution then counts as longer than the median one, its weight and tokens count at most
+    as much as the median's, and a round needs more than half of the learners that answer."""
 
 
 class LeaseSettings(Section):
@@ -151,8 +151,8 @@ class ShardSettings(Section):
     """How many leases learners may hold at once. The shard answers others with BUSY. Learners that call from one
     address without a certificate may hold half of them, or 512 if that is more."""
     data_dir: Path | None = None
-    """Folder for the versions of this shard, and no other shard: each version is on disk before the shard announces it.
-    None: versions stay in memory, and after a restart the shard starts over."""
+    """Folder for the versions of this shard only: each version is on disk before the shard announces it. None: versions
+    stay in memory, and after a restart the shard starts over."""
 
     @property
     def role(self) -> Literal["shard", "mirror", "standby"]:
@@ -185,14 +185,14 @@ class WorkerSettings(Section):
     shards: tuple[str, ...] = ()
     """Addresses of all shards, host:port, in any order. `@FILE` names the address file of a shard that may move."""
     learner_id: str = Field(default="", pattern=r"^[A-Za-z0-9._-]{0,64}$")
-    """Unique in the run. Empty: the id in the checkpoint, or one made of host name, process id and a random part."""
+    """Unique in the run. Empty: the id in certificate or checkpoint, else host name, process id and a random part."""
     http: str = "127.0.0.1:0"
     """Address of /metrics, /healthz, /readyz and /status."""
     hung_s: float = Field(default=1800.0, ge=0)
     """Seconds without the end of an inner step after which a training worker counts as hung: /healthz answers 503, and
     `diloco up`, systemd and Kubernetes restart it. Allow for the longest compilation or evaluation. 0: never."""
     device: str = "auto"
-    """"auto": an accelerator if there is one, or torch's name for the device: "cpu", "cuda", "cuda:1", "xpu"."""
+    """"auto" takes an accelerator if there is one. Or torch's name of a device: "cpu", "cuda", "cuda:1", "xpu"."""
     threads: int = Field(default=0, ge=0)
     """CPU threads of torch; 0: torch decides."""
     folder: Path | None = None

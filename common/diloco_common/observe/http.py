@@ -158,7 +158,7 @@ class HttpServer:
         await _send(send, 200, content_type.encode(), self._kept.get(content_type, lambda: encode(self._registry)))
 
     def _is_authorised(self, scope: Mapping[str, Any]) -> bool:
-        """Whether the caller has shown a certificate, calls this machine from itself by number, or sends the token."""
+        """Whether the caller showed a certificate, calls from this machine (to a number), or sends the token."""
         if self._door is not None:
             return True  # checked before
         client = scope.get("client")

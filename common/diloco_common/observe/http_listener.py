@@ -1,9 +1,9 @@
 """Serves an ASGI application with uvicorn in the caller's event loop, in plaintext or over TLS.
 
 uvicorn limits how long connections are idle after their first answer, and nothing else; `docs/security.md` says what
-remains open. Health shares the port. On a port of its own it answered no sooner under a flood of requests, nor at all
-when silent connections held all files of the process. Certificates are optional, since probes ask for health without
-one. A certificate that the run's CA has not signed is refused.
+remains open. Health shares the port. On a port of its own it answered no sooner under a flood of requests, and did not
+answer when silent connections held all files of the process. Certificates are optional, since probes ask for health
+without one. A certificate that the run's CA has not signed is refused.
 """
 
 from __future__ import annotations

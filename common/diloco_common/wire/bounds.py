@@ -104,7 +104,7 @@ Sha256: TypeAlias = Annotated[bytes, FieldLimit(32, counts="bytes")]
 PART_FIELDS_MAX = 16
 """Fields of a message of Push or Pull that is not one of our frames."""
 HEADER_BYTES_MAX = 20 * RANGES_MAX
-"""Bytes of the headers of Push and Pull; each range takes 18."""
+"""Bytes of the headers of Push and Pull; a range takes at most 18."""
 MESSAGE_BYTES_MAX: Mapping[str, int] = {
     "JoinRequest": 4 << 20,
     "Progress": 32 << 10,

@@ -1,7 +1,7 @@
 """Follows the announcements of a shard or a mirror. It starts with the current versions, also after a broken stream.
 
 It never goes back: a shard whose epoch is from before a standby's promotion counts as away. If it has no time for all
-versions, it skips to the newest. Everything that pulls a version reads it with `read_version`.
+versions, it skips to the newest. Callers that pull a version read it with `read_version`.
 """
 
 from __future__ import annotations

@@ -428,7 +428,7 @@ def _cut(
 
 
 def _lots(specs: Sequence[TensorSpec], kind: Kind, target: int) -> Iterator[tuple[_TensorRows, ...]]:
-    """Groups of pieces that stay together: single pieces, except those buffers of a module that are not averaged."""
+    """Groups of pieces that stay together: one piece each, but all buffers of a module that are not just averaged."""
     means = {mean_of(t.name) for t in specs if t.rule == "variance"}
     modules: dict[str, list[_TensorRows]] = {}
     for t in specs:

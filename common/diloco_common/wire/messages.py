@@ -77,7 +77,7 @@ PROTOCOL = 3
 """3: every learner carries, with error feedback. 2: a checksum per chunk, parts and ranges, chunks of up to 4 MiB.
 Shards refuse other versions (PROTOCOL_MISMATCH)."""
 TRANSFERS_AT_ONCE = 4
-"""Maximum number of pushes, and of pulls, of one learner at one shard. On a thin link more would never finish."""
+"""Maximum number of pushes, and of pulls, of one learner at one shard. On a thin link, more are too slow to finish."""
 
 
 class VersionId(NamedTuple):

@@ -33,7 +33,7 @@ DECODES = encoding_names()
 
 
 def _keepalive(every_ms: int, timeout_ms: int) -> list[tuple[str, int]]:
-    """Without `ping_timeout_ms`, gRPC notices a frozen peer only after a minute, whatever the other two say."""
+    """Without `ping_timeout_ms`, gRPC notices a frozen peer only after a minute, despite the other two options."""
     return [
         ("grpc.keepalive_time_ms", every_ms),
         ("grpc.keepalive_timeout_ms", timeout_ms),

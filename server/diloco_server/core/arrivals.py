@@ -3,8 +3,8 @@
 `Reports` holds the steps that a process has reported, and `Arrivals` the time that its contributions take.
 
 A learner answers at its next step boundary. So its contribution is expected then, plus the usual lag of its pushes,
-plus the time for its bytes on the measured link. All times are by the shard's own clock, which ignores the step time
-that a learner reports. A learner expected in time may be late once: the round waits as long as its patience lasts.
+plus the time for its bytes on the measured link. All times are by the shard's own clock; a prediction ignores the step
+time that a learner reports. A learner expected in time may be late once: the round waits as long as its patience lasts.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ from diloco_server.core.merge import rows, shares_of
 from diloco_server.core.round import Contribution, LengthLimit, Quorum
 
 STRETCHES, STRETCH = 16, 1 << 12
-"""Number of evenly spread stretches sampled in a fragment, and their length. Unrelated vectors: a cosine of 0.004."""
+"""Evenly spread stretches sampled in a fragment, and their length. Unrelated vectors then have a cosine of 0.004."""
 MANY = 64
 """Above this many contributions, which are compared in pairs, fewer elements are sampled."""
 COMPARED = 512

@@ -291,7 +291,7 @@ class Membership:
         return gone
 
     def forget(self) -> list[str]:
-        """If more than `max_gone` members have no lease, drop those that left first. Returns their ids."""
+        """If more than `max_gone` members have no lease, drop those that have been gone longest. Returns their ids."""
         if len(self._members) - len(self.live()) <= self.max_gone:
             return []
         gone = sorted((m for m in self._members.values() if not m.live), key=lambda m: m.last_heard)

@@ -16,7 +16,7 @@ where H is small. There the agreement rule shortens the mean, by half at most.
 v is a contribution after `influence.py` has bounded its length (`Contribution.kept`) and, among strangers, its weight.
 
 Each rule is a weighted sum of the contributions. The weights need only the norms, which are known, and either the norm
-of the mean direction (rda) or all dot products (user rules); for these the contributions are read once more. They stay
+of the mean direction (rda) or all dot products (user rules); for these the contributions are read again. They stay
 compressed until here. They are summed in float32, slice by slice in sorted learner order, so the result depends only on
 the set, bit for bit.
 

@@ -82,7 +82,7 @@ class Rounds:
             state.drop_half_seed(member.learner_id)
 
     def _asked(self, member: Member) -> list[Round]:
-        """The open rounds that asked this generation. Drops its step counts: the next generation may count from 0."""
+        """The open rounds that asked this generation. Also drops its step counts: the next one may count from 0."""
         rounds = []
         for state in self._versions.fragments.values():
             state.base_steps.pop(member.learner_id, None)

@@ -118,7 +118,7 @@ class Pulls:
                             yield part
 
     async def _file(self, caller: Identity, request: PullRequest) -> AsyncGenerator[PullHeader | Chunk, None]:
-        """Send a version file to a standby, read from disk as it is taken. It repeats the call once it has the file."""
+        """Send a version file to a standby, read from disk in chunks. The standby calls again once it has the file."""
         caller.check_may("Standby")
         if request.want is None or request.ranges:
             raise BadRequest(f"a Pull of {FILE} must name the version that it wants, and no ranges")

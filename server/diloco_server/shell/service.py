@@ -1,6 +1,6 @@
 """Answers a shard's calls as plain values: checks callers, limits them, and receives bytes.
 
-Transports deliver calls (`servicer.py` for gRPC). The host decides and changes state; this file never uses the core.
+Transports deliver calls (`servicer.py` for gRPC). The host decides and changes state; this file does neither.
 """
 
 from __future__ import annotations

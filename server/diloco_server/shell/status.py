@@ -110,7 +110,7 @@ def following(follower: Follower, settings: Settings) -> dict[str, Any]:
 def rounds_since(host: ShardHost, epoch: int, seq: int) -> dict[str, Any]:
     """Rounds and events after number `seq` of an epoch. Ages are in seconds.
 
-    For another epoch, it is everything. `seq` in the answer is the `seq` for the next call.
+    For another epoch, all of them. `seq` in the answer is the `seq` for the next call.
     """
     shard, now = host.shard, host.clock()
     upto, rounds, events = shard.ledger.since(seq if epoch == shard.epoch else 0)

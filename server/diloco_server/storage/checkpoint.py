@@ -267,5 +267,5 @@ def _dump(value: Any) -> bytes:
 
 
 def total_tokens(contents: Contents) -> int:
-    """The tokens that every fragment of the model has merged at least."""
+    """The smallest number of tokens that a fragment of the model has merged."""
     return min((file.tokens_merged for file in contents.model_files), default=0)

@@ -67,7 +67,7 @@ class Store(Protocol):
     """One shard's versions. `save` may be called from several threads, for different fragments."""
 
     epoch: int
-    """The epoch of this start of the shard. Every start has another one."""
+    """The epoch of this start of the shard. Every start has a different one."""
     keeps_files: bool
     """Whether versions outlive the process."""
 
