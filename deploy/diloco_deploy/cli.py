@@ -46,7 +46,7 @@ COMMANDS = (
     ),
     Command(
         "export", "diloco_deploy.checkpoint.commands:export",
-        "write the model as one safetensors file with its own parameter names", MODEL,
+        "write the model as safetensors with its own parameter names", MODEL,
     ),
     Command(
         "pull", "diloco_deploy.checkpoint.commands:pull",

@@ -107,8 +107,8 @@ class ParameterServerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Follow(self, request, context):
-        """For readers, which hold no lease: what is announced, as it is announced, beginning with what there is. Whoever reads
-        slowly hears of the newest version of each fragment alone. Pulse comes once per heartbeat.
+        """For readers, which hold no lease: the shard's announcements as they are made, beginning with the current versions.
+        A slow reader hears only of the newest version of each fragment. A Pulse comes once per heartbeat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

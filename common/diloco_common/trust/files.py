@@ -219,9 +219,9 @@ def read_private(path: Path) -> bytes:
 def exposure(mode: int, owner: int, group: int, user: int, groups: Collection[int]) -> str | None:
     """A text that says who besides us can access a file with these permission bits; None: nobody.
 
-    Only we may access our own file. A group may read a file that root owns: one of our `groups`, as Kubernetes mounts a
-    secret (root, fsGroup, 0440), or root's own group. Systemd's credentials look like the latter: an access list names
-    the service, and its mask appears as the group bits.
+    Only we may access our own file, unless we are root. A group may read a file that root owns: one of our `groups`, as
+    Kubernetes mounts a secret (root, fsGroup, 0440), or root's own group. Systemd's credentials look like the latter:
+    an access list names the service, and its mask appears as the group bits.
     """
     if owner not in (user, _ROOT):
         return f"it belongs to user {owner}"

@@ -41,9 +41,9 @@ def call_s(num_bytes: int) -> float:
 def backoff_s(attempt: int, jitter: float) -> float:
     """Seconds before retry number `attempt` (from 0), with `jitter` drawn uniformly from [0, 1).
 
-    The wait grows from 0.2 s to 2 s with the time that the shard has been away: it is at most a third of that time, so
-    on average a learner notices half a wait later that a shard is back. Half of it is random, so that learners that
-    lost the same shard do not come back in step.
+    The wait grows from 0.2 s to 2 s with the time that the shard has been away, to which it adds about a third: a
+    learner notices on average half a wait later that a shard is back. Half of it is random, so that learners that lost
+    the same shard do not come back in step.
     After 10 s of failures the wait is at least 1 s, so a learner connects at most once a second. It is at most 2 s: an
     attempt that began just before a link heals may be silent for 2.5 s, and the learner must be back 5 s after that.
     """

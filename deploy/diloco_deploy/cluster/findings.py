@@ -106,7 +106,7 @@ def _readers(shard: SeenMember) -> Iterator[Finding]:
             "READER_AWAY",
             shard.label,
             words,
-            "restart it; the shard hears on its next start that it is no longer wanted",
+            "restart it; if it is not wanted any more, restart the shard, which then forgets it",
             since_s,
         )
 

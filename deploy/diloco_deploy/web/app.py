@@ -32,7 +32,7 @@ _SESSION = b"diloco live page"
 
 
 class Access:
-    """Decides who may see the page, in one of three ways, the same for every address.
+    """Decides who may see the page, in one of three ways.
 
     Everyone, if the shards require nothing either; callers with a key, as a cookie or bearer token; or, over TLS,
     callers with the certificate of an observer or admin.

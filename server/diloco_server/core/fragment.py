@@ -115,7 +115,7 @@ class FragmentState:
     values: Values | None = None
     """Values of the announced version; while MERGING, of the next one."""
     said: dict[str, Tensor] = field(default_factory=dict, repr=False)
-    """Learner -> a sample of its last contribution (`influence.py`)."""
+    """Learner -> a sample of its contribution to the last compared round (`influence.py`)."""
     published: Published | None = None
     """The announced version."""
 
@@ -351,8 +351,7 @@ class FragmentState:
     def half_seed_of(self, learner_id: str, quiet_since: float) -> HalfSeed | None:
         """The parts of version 0 that this learner has sent.
 
-        Raises Busy if another learner is sending them and sent one after `quiet_since`; otherwise its parts are
-        dropped.
+        Raises Busy if another learner is sending them and sent one after `quiet_since`; otherwise they may be replaced.
         """
         half = self.half_seed
         if half is None or half.learner_id == learner_id:

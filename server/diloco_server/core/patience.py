@@ -82,7 +82,7 @@ class RoundPatience:
 
     @property
     def overdue_after_s(self) -> float:
-        """How long a round may stay open before it is reported: ten times as long as usual, but at least 10 s."""
+        """Age at which an open round is reported: ten times the usual, but at least 10 s; at first 60 s."""
         usual_s = self._open_s.value
         return 60.0 if usual_s is None else max(10 * usual_s, 10.0)
 

@@ -1,6 +1,6 @@
 """Answers Pull: finds a version or its file, encodes or cuts it if needed, and sends its bytes to callers that read.
 
-It changes nothing in the shard, except which versions learners are known to have.
+It tells the core only which versions learners have, and how long their pulls took.
 """
 
 from __future__ import annotations

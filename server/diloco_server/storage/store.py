@@ -160,7 +160,7 @@ class FileStore:
     def recover(self) -> Recovered:
         """The newest intact version of each fragment. If the newest one is damaged, `damage` names it.
 
-        Raises NothingIntact, WrongFolder, and OSError.
+        Raises NothingIntact, WrongFolder, DataError (another format or cut), and OSError.
         """
         versions, aside = self._versions(), self._aside()
         found, damage = [], list[str]()

@@ -47,8 +47,9 @@ def init_island(backend: str | None = None, **options: Any) -> None:
 
     Ranks find each other through a store. The store of torchrun's agent outlives them: in torch 2.13, restarted ranks
     read there the addresses of their predecessors, and gloo fails with "Connection refused". Here each start uses its
-    own names. Without torchrun it is the plain call. `options`: those of `init_process_group`, except `store`, `rank`,
-    `world_size` and `init_method`, which torchrun supplies. Raises WrongCall without torchrun, or if called twice.
+    own names. Under another launcher it is the plain call. `options`: those of `init_process_group`, except `store`,
+    `rank`, `world_size` and `init_method`, which the launcher supplies. Raises WrongCall if there is none, or if called
+    twice.
     """
     from torch.distributed.rendezvous import rendezvous  # takes a second
 

@@ -33,7 +33,7 @@ class Itself:
         self._settings = declare.gauge("diloco_shard_settings", "Settings that alerts use.", "setting")
         self._refused_calls = declare.counter("diloco_shard_refused_calls_total", "Calls refused, by code.", "code")
         self.tokens_merged = declare.totals(
-            "diloco_shard_tokens_merged_total", "Tokens merged in this run, averaged over fragments."
+            "diloco_shard_tokens_merged_total", "Tokens merged in this run, averaged over fragments of the model."
         )
         self.tokens_budget = declare.gauge(
             "diloco_shard_tokens_budget", "Merged tokens at which the run ends; 0: never."
@@ -144,7 +144,7 @@ class RoundMetrics:
         self.oldest = declare.gauge("diloco_shard_oldest_round_seconds", "Age of the oldest open round; 0: none.")
         self.overdue_after = declare.gauge(
             "diloco_shard_overdue_after_seconds",
-            "Age at which an open round is overdue: ten times the usual, at least 10 s.",
+            "Age at which an open round is overdue: ten times the usual, at least 10 s; at first 60 s.",
         )
         self.grace = declare.gauge("diloco_shard_grace_seconds", "Grace window of the newest round.")
         self.quorum_seconds = declare.histogram(
@@ -152,7 +152,7 @@ class RoundMetrics:
         )
         self.closed = declare.totals(
             "diloco_shard_rounds_closed_total",
-            "Rounds closed, because all contributed, the grace window ended, or the missing lost their leases.",
+            "Rounds closed, because nobody was missing, the grace window ended, or the missing lost their leases.",
             "why",
         ).begin("all", "grace", "lease")
         self.participants = declare.histogram(
