@@ -110,7 +110,7 @@ def _words(error: CycloptsError) -> str:
             known = [name for argument in error.argument_collection for name in argument.names]
             return f"there is no option {word}{did_you_mean(word, known)}"
         case UnusedCliTokensError(unused_tokens=[word, *_]):
-            return f"{word}: nothing is expected here"
+            return f"{word}: this command takes no such argument"
         case MissingArgumentError(keyword=None):
             return f"{option if option.startswith('-') else option.upper()} is missing"
         case MissingArgumentError(keyword=keyword):

@@ -534,7 +534,7 @@ def one_line(error: DilocoError, name: str) -> str:
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """The nearest known word, as the end of a message; empty if none is near."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.65)
     return f"; did you mean {close[0]}?" if close else ""
 
 

@@ -205,6 +205,7 @@ def test_a_token_is_made_once_and_is_one_that_shards_take(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == [file]
     main(["token", str(tmp_path / "another")])
     assert (tmp_path / "another").read_text() != file.read_text()
+    assert main(["token", str(tmp_path)]) == 2
 
 
 NOW = datetime(2026, 11, 22, tzinfo=UTC)

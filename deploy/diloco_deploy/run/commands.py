@@ -127,7 +127,7 @@ if __name__ == "__main__":
 '''
 
 
-def init(folder: Annotated[Path, Parameter(metavar="FOLDER", help="a new folder; its name becomes run.id")], /) -> int:
+def init(folder: Annotated[Path, Parameter(metavar="FOLDER", help="its name becomes run.id")], /) -> int:
     """Create a folder to start from: run.toml, the settings of a run with explanations, and train.py, a training loop
     with its own model that joins the run. Both work as they are."""
     run = re.sub(r"[^A-Za-z0-9._-]", "-", folder.resolve().name)[:64] or "local"

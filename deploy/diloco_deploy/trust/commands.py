@@ -13,7 +13,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from diloco_common.command import new_app
-from diloco_common.errors import ConfigError, did_you_mean
+from diloco_common.errors import ConfigError
 from diloco_common.options import Days, Flag
 from diloco_common.trust.files import shown
 from diloco_common.trust.identity import Scope, subject_of
@@ -176,18 +176,9 @@ def _until(issued: Issued) -> str:
     return shown(datetime.fromtimestamp(issued.expires, UTC))
 
 
-token = new_app(
-    "token",
-    "`diloco token FILE` writes a random bearer token, which shards and workers share.",
-)
-
-
-@token.command(help="make the bearer token for shards and workers; `diloco token FILE` is short for it")
-@token.default
-def share(file: Annotated[Path, Parameter(metavar="FILE", help="written, unless it exists")], /) -> int:
-    """Write a random bearer token to a file that only you can read. Keeps an existing file."""
-    if not file.is_absolute() and file.parent == Path() and (meant := did_you_mean(file.name, ("issue",))):
-        raise ConfigError(f"there is no command {file}{meant} For a file, choose another name")
+def token(file: Annotated[Path, Parameter(metavar="FILE", help="written, unless it exists")], /) -> int:
+    """Write a random bearer token, which shards and workers share, to a file that only you can read. Keeps an existing
+    file."""
     print(f"{file}: {'made' if make_bearer_token(file) else 'exists already'}")
     return 0
 
@@ -200,6 +191,8 @@ def make_bearer_token(path: Path) -> bool:
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
+        if path.is_dir():
+            raise ConfigError(f"{path} is a folder; name a file for the token")
         if path.exists():  # check first: the folder may be read-only
             return False
         with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:

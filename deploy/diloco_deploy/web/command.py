@@ -15,7 +15,7 @@ from diloco_common.observe.http import check_http_is_meant
 from diloco_common.options import Config, Flag, SettingsOptions, setting, settings_from
 from diloco_common.settings import SecuritySettings, Settings
 from diloco_common.trust.files import read_bearer_token
-from diloco_common.wire.addresses import split_addresses
+from diloco_common.wire.addresses import parse_address, split_addresses
 from diloco_deploy import START_S
 from diloco_deploy.trust.tending import OwnCertificates
 from diloco_deploy.web.live_page import LivePage, PageCredentials, Watched, door_of, given, in_folder
@@ -53,6 +53,7 @@ def web(
         "cluster.folder": folder, "security.token_file": token_file, "security.insecure": "true" if insecure else None,
     }  # fmt: skip
     settings = settings_from(SettingsOptions(config), flags)
+    parse_address(listen)  # a mistake here is named before missing shards
     where, addresses, tls = settings.cluster.folder, split_addresses(shards or ""), tls or settings.security.tls
     if not addresses and not where.is_dir():
         raise CannotConnect(
