@@ -55,4 +55,4 @@ def average(vectors: Sequence[Tensor], rule: str, name: str) -> Tensor:
     """Of equal tokens and steps, in float64."""
     sent = [(v, 1, 1) for v in vectors]
     is_mean = rule == "mean" or name.startswith(("embedding", "head"))
-    return dumb_merge.published_mean(sent) if is_mean else dumb_merge.published_rda(sent)
+    return dumb_merge.published("mean" if is_mean else "rda", sent)

@@ -1,12 +1,13 @@
-"""The merge rules written straight from their formulas, on whole vectors in float64, to hold the real ones against."""
+"""The formulas of merge rules on whole vectors in float64, to hold the real ones against."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from diloco_simulator.verify.published import FORMULAS
 
 Sent = tuple[Tensor, int, int]
 """Vector, tokens, steps."""
@@ -23,32 +24,8 @@ def shares(sent: Sequence[Sent]) -> list[float]:
     return [w / sum(weights) for w in weights]
 
 
-def shortened(vectors: Sequence[Tensor]) -> Tensor:
-    """(1 - c / 2) sum v, c the cosines of all pairs of v, each with the product of their lengths as weight; c >= 0."""
-    pairs = list(itertools.combinations(vectors, 2))
-    cosine = sum(v @ w for v, w in pairs) / sum(v.norm() * w.norm() for v, w in pairs)
-    return (1 - max(0.0, float(cosine)) / 2) * torch.stack(list(vectors)).sum(0)
-
-
-def published_agreement(sent: Sequence[Sent]) -> Tensor:
-    """Of w v / sum w."""
-    weights = [tokens**2 / steps for _, tokens, steps in sent]
-    return shortened([w * v.double() / sum(weights) for w, (v, _, _) in zip(weights, sent, strict=True)])
-
-
-def published_rda(sent: Sequence[Sent]) -> Tensor:
-    """(sum w|v| / sum w) unit(sum w unit(v) / sum w)."""
-    weights = [tokens**2 / steps for _, tokens, steps in sent]
-    doubles = [v.double() for v, _, _ in sent]
-    radius = sum(w * v.norm() for w, v in zip(weights, doubles, strict=True)) / sum(weights)
-    direction = torch.stack([w * v / v.norm() for w, v in zip(weights, doubles, strict=True)]).sum(0)
-    return radius * direction / direction.norm()
-
-
-def published_mean(sent: Sequence[Sent]) -> Tensor:
-    """sum w v / sum w."""
-    weights = [tokens**2 / steps for _, tokens, steps in sent]
-    return torch.stack([w * v.double() for w, (v, _, _) in zip(weights, sent, strict=True)]).sum(0) / sum(weights)
+def published(rule: str, sent: Sequence[Sent]) -> Tensor:
+    return FORMULAS[rule]([v.double() for v, _, _ in sent], shares(sent))
 
 
 def centered_clip(sent: Sequence[Sent], iterations: int = 3) -> Tensor:

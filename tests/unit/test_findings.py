@@ -73,7 +73,7 @@ RECORDED = {
     ),
     "a learner stalls": Recorded("STALLED", "bob", ("for 11:40", "data, a lock"), learners=(STALLED,)),
     "a learner points away": Recorded("LEFT_OUT", "cy", ("cosine -0.62", "its labels"), learners=(LEFT_OUT,)),
-    "a learner is too long": Recorded("SHORTENED", "cy", ("31% count",), learners=(learner("cy", kept=0.31),)),
+    "a learner is too long": Recorded("SHORTENED", "cy", ("31% of",), learners=(learner("cy", kept=0.31),)),
     "a learner is gone": Recorded(
         "WORKER_AWAY", "bob", ("bob is away for 1:35", "restart it"),
         learners=(learner("bob", "evicted", silent_s=95.0),),

@@ -62,7 +62,7 @@ MIXED = [FrozenTensor("a.weight", "float32 [4, 4]", 1), *base(2, names="b"), *ba
 def test_another_base_is_refused_and_the_first_differences_are_named(rig, theirs, words) -> None:
     joined(rig, "a", SAME)
     joined(rig, "b", SAME)
-    with pytest.raises(FrozenMismatch, match=f"those that a has .*{words}"):
+    with pytest.raises(FrozenMismatch, match=f"those that a .*{words}"):
         rig.shard.join("c", asking(MODEL, frozen=tuple(theirs)), 0.0)
 
 

@@ -303,7 +303,7 @@ def _of_standing(name: str, learner: SeenLearner) -> Iterator[Finding]:
         return
     kept = min((float(one["kept"]) for one in learner.told if one.get("kept") is not None), default=1.0)
     if kept < SHORT:
-        words = f"{name} is shortened: {kept:.0%} of its contributions' length counts, as they are far longer"
+        words = f"{name} is shortened: its contributions are far longer, and {kept:.0%} of their length counts"
         yield Finding("SHORTENED", name, words, "lower its learning rate, or compare its batches with the others'")
     if failing := [one for one in learner.told if float(one.get("pushes_fail_s") or 0.0) >= SAY_EVERY_S]:
         where, since_s = ", ".join(one["shard"] for one in failing), max(float(one["pushes_fail_s"]) for one in failing)

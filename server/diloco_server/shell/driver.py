@@ -159,9 +159,10 @@ class EffectDriver:
         except Exception as error:
             self._shell.failed(effect, error)
             raise
+        now = self._shell.clock()
         if state.fragment.traits.is_of_model:
-            self._shard.hear(record.fragment_id, found, self._shell.clock())
-        self._shard.committed(record, published, self._shell.clock())
+            self._shard.hear(record.fragment_id, found, now)
+        self._shard.committed(record, published, now)
         self._witness.announcing(state)
 
     def _publish(self, values: Values, fragment: Fragment, before: Published | None = None) -> Published:

@@ -141,7 +141,9 @@ class BoundedInfluence:
             closed = followed.closed.pop(facts["fragment"], None) if what == "announced" else None
             news = [event for event in shard.ledger.events if event.seq > followed.seq]
             followed.seq = max((event.seq for event in news), default=followed.seq)
-            since = math.inf if closed is None else host.clock()  # the verdicts of this round come with its version
+            since = math.inf  # the verdicts of a round come with its version
+            if closed is not None:
+                since = shard.rounds.every.announced_at[facts["fragment"]]
             verdicts = [e for e in news if e.at >= since and isinstance(e.fact, LearnerLeftOut | LearnerTakesPart)]
             self._catch_up(followed, shard, [event for event in news if event not in verdicts])
             if what == "opened":
