@@ -1,7 +1,7 @@
 """`python -m diloco_simulator`: run many schedules, in several processes, or replay one.
 
-Each process runs a chunk of seeds and ends. Garbage goes with the process: collecting it would take a tenth of the
-time.
+Each process runs a chunk of seeds and ends. No process collects garbage, which would take a tenth of the time; the
+garbage disappears when the process ends.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from diloco_simulator.cluster import Result, ScheduleFailed, run_schedule
 from diloco_simulator.options import FAMILIES, draw
 
 CHUNK = 25
-"""Schedules per process: their garbage fits into memory, and hardly slows asyncio, which has all tasks in one set."""
+"""Schedules per process. Their garbage fits into memory and hardly slows asyncio, which keeps all tasks in one set."""
 
 
 @dataclass
@@ -78,7 +78,7 @@ def _map(
         yield from map(run_chunk, chunks)
         return
     gc.collect()
-    gc.freeze()  # memory shared with the processes: scanning it would copy it
+    gc.freeze()  # this memory is shared with the child processes, and scanning it would copy it
     with multiprocessing.get_context("fork").Pool(jobs, gc.disable, maxtasksperchild=1) as pool:
         yield from pool.imap_unordered(run_chunk, chunks)
 

@@ -1,7 +1,7 @@
-"""One schedule: the product's shards and learners, a network and faults; runs until all is healed and well again.
+"""One schedule: the product's shards and learners, a network and faults. It runs until everything is healed and works.
 
 The processes run production code in virtual time. Their histories go to the judge that also judges real processes
-(`diloco_simulator.verify.judge`); whatever histories do not tell is checked during the schedule (`invariants.py`).
+(`diloco_simulator.verify.judge`). What the histories do not show is checked during the schedule (`invariants.py`).
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def _replay(options: Options) -> str:
 def run_schedule(options: Options) -> Result:
     """Raises ScheduleFailed."""
     collects = gc.isenabled()
-    gc.disable()  # garbage of a schedule is collected at its end, or goes with the process
+    gc.disable()  # the garbage of a schedule is collected at its end, or freed when the process ends
     try:
         cluster = SimulatedCluster(options)
         try:
@@ -171,7 +171,7 @@ class SimulatedCluster(Processes):
                 self.readers.start_standby(index)
         Faults(self)
         self._watches: Sequence[Fairness | PublishedFormula | BoundedInfluence] = ()
-        if not options.standbys:  # with them, two processes may be one shard, and the formula follows one
+        if not options.standbys:  # with standbys, two processes may serve one shard, and the formula follows only one
             self._watches = [Fairness(self)] if options.hostile else [PublishedFormula(self), BoundedInfluence(self)]
         self.hostile = [HostileProcess(self, number) for number in range(options.hostile)]
         self.processes += [hostile.process for hostile in self.hostile]
@@ -190,7 +190,7 @@ class SimulatedCluster(Processes):
         return Result(self.options.seed, self.timeline.events, self.timeline.now, counts, faults, trace)
 
     def bury(self) -> None:
-        """Silence whatever is left of the processes."""
+        """Silence everything that is left of the processes."""
         self._is_buried = True
         for process in self.processes:
             process.bury()
@@ -215,7 +215,7 @@ class SimulatedCluster(Processes):
             self._announced[version] = facts["checksum"]
             shard = int(name.removeprefix("shard-"))
             self._fragments[shard].add(facts["fragment"])
-            host = self.shards[shard].host  # the one started last: another may still be running
+            host = self.shards[shard].host  # of the process started last: an older one may still be running
             if what == "announced" and shard in self.disks and host and host.shard.epoch == facts["epoch"]:
                 self.disks[shard].hurt.pop(facts["fragment"], None)
         for watch in self._watches:
@@ -251,7 +251,7 @@ class SimulatedCluster(Processes):
                 invariants.announced_versions_are_there(self._announced, name)
 
     def _learn_name(self, name: invariants.Name, shard: int) -> None:
-        """A version that could be mistaken for a lost one is renamed: it gets the shard's epoch."""
+        """Note the new name of a version that was renamed (to the shard's epoch) lest it be mistaken for a lost one."""
         host = self.shards[shard].host
         fragment_id, epoch, version = name
         if host is None or epoch != host.shard.epoch:
@@ -261,10 +261,10 @@ class SimulatedCluster(Processes):
             self._announced[name] = self._announced[fragment_id, *state.recovered]
             self.counts["versions renamed"] += 1
 
-    # ------------------------------------------------------------ looking after it
+    # ------------------------------------------------------------ looking after the cluster
 
     def _look_after(self) -> None:
-        """Now and then: restart what has ended; when all is well, end the schedule."""
+        """Called at intervals: restart processes that have ended, and end the schedule when all is well."""
         for shard in self.shards.values():
             shard.check()
         for learner in self.learners:
@@ -291,7 +291,7 @@ class SimulatedCluster(Processes):
             self.timeline.later(self.options.look_every_s, self._start_if_none, learner.learner_id)
 
     def _is_well(self) -> tuple[bool, str]:
-        """Liveness, or what is missing: all joined, versions advance and reach everybody, no fate is left open."""
+        """Whether all have joined, versions advance and reach all, and every fate is known; or else what is missing."""
         if self.options.budget:
             late = [i for i in self.learner_ids if not self._is_over(i)]
             return not late, f"{late} are not done"

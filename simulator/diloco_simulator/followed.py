@@ -1,6 +1,6 @@
 """A learner of the product in a simulated process, or one rank of it, with an account of its training.
 
-It is followed from the outside: by the acts of its step boundaries, and by the values of a model that count tokens.
+It is followed from the outside: by the acts at its step boundaries, and by the values of a model, which count tokens.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from diloco_worker.shell.connections import Connections
 from diloco_worker.shell.telemetry import LearnerTelemetry
 
 HAND_OVER_S = 0.05
-"""Longest time from the training thread to the network thread, in seconds."""
+"""Longest time that acts take from the training thread to the network thread, in seconds."""
 
 
 @dataclass(eq=False)
 class Account:
-    """A process's training of one fragment, and the part of it in versions. float32 [num_elements] each."""
+    """What a process has trained of one fragment, and how much of it is in versions. Each float32 [num_elements]."""
 
     base: Tensor
-    """Trained before it had a version."""
+    """Trained before the process had a version."""
     merged: Tensor
     """Trained and, as far as the learner knows, merged."""
     lost: Tensor | None = None
     """Encoding errors of merged contributions."""
     largest: float = 0.0
-    """The largest magnitude in any of its anchors so far."""
+    """The largest magnitude of a value in any of its anchors so far."""
 
 
 class Trainer:
@@ -53,13 +53,13 @@ class Trainer:
     def __init__(self, stage: Stage, learner_id: str) -> None:
         options = stage.options
         self.stage, self.learner_id = stage, learner_id
-        self.name = f"{learner_id}.{stage.starts[learner_id]:03}"  # a process id, and these sort by time
+        self.name = f"{learner_id}.{stage.starts[learner_id]:03}"  # a process id; process ids sort by start time
         self.state = "joining"
         self.error: DilocoError | None = None
         self.hung_until = 0.0
-        """Until then the training loop does nothing, while its connections go on."""
+        """Until this time the training loop does nothing, while its connections keep working."""
         self.not_finite = 0
-        """Number of coming snapshots that hold NaN."""
+        """Number of the next snapshots that will hold NaN."""
         self.poisoned = 0
         """Number of snapshots so far that held NaN."""
         self.process = SimulatedProcess(
@@ -71,7 +71,7 @@ class Trainer:
 
     @property
     def unresolved(self) -> dict[int, PendingContribution]:
-        """Fragment -> contribution whose fate is not known, except for buffers."""
+        """Fragment -> contribution whose fate is not known. Leaves out buffers."""
         core = self.learner.core
         held = core.fragments.items() if core is not None else ()
         return {i: f.contribution for i, f in held if f.contribution is not None and f.fragment.kind != "buffer"}
@@ -80,7 +80,7 @@ class Trainer:
         self.process.thaw()
 
     async def _hang(self, due: float) -> float:
-        """When a step ends that was due at this time."""
+        """Wait until the loop no longer hangs. Returns when a step that was due at `due` must end."""
         while (hangs_s := self.hung_until - self.stage.timeline.now) > 0:
             due = self.hung_until
             await asyncio.sleep(hangs_s)
@@ -108,7 +108,7 @@ class FollowedRun(ABC):
 
     @abstractmethod
     def _trained(self, fragment: LearnerFragment) -> Tensor:
-        """Everything ever trained of a fragment, as far as it is held here."""
+        """Everything ever trained of the part of a fragment that is held here."""
 
     def start(self, connections: Connections) -> None:
         self._connections = connections
@@ -126,7 +126,7 @@ class FollowedRun(ABC):
         """Ends with the process."""
 
     async def leave(self) -> None:
-        """As the network thread does before it ends."""
+        """Leave, as the network thread does before it ends."""
         await asyncio.sleep(max(0.0, self._handed_over - self.stage.timeline.now))  # until posted acts are performed
         await self.learner.connections.leave(SETTLE_S)
         if self._running is not None:
@@ -137,7 +137,7 @@ class FollowedRun(ABC):
     def begins(self) -> bool:
         begins = self.learner.begin()
         for fragment in self._fragments():
-            if fragment.tensors.anchor is not None:  # the model's own values, where the shard is away
+            if fragment.tensors.anchor is not None:  # if the shard is away, the anchor is the model's own values
                 self._account(fragment)
         return begins
 
@@ -153,8 +153,8 @@ class FollowedRun(ABC):
     def _check_refusals(self) -> None:
         """Count the steps for which refused contributions are still held.
 
-        An answer waits behind versions while their fragments are read or applying takes long. Steps count from when it
-        was taken out of the inbox, or was lost there.
+        An answer waits behind versions while their fragments are read, or while it takes long to apply them. So steps
+        count from the time when the answer was taken out of the inbox, or was lost there.
         """
         fragments = self.learner.core.fragments if self.learner.core is not None else {}
         held = (fragment.contribution for fragment in fragments.values())

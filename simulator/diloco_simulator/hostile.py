@@ -1,7 +1,7 @@
 """A hostile learner: it makes the five calls with production messages, and lies.
 
-It holds a lease with every shard, reports on it, listens, and now and then tries one of its tactics. `lies.py` draws
-its messages.
+It holds a lease with every shard, sends reports under it, listens, and sometimes tries one of its tactics. `lies.py`
+draws its messages.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ANSWER_S = 0.05
 """Longest wait before it contributes to a round that opens."""
 FLOOD = 12
 HOLDS = 4
-"""How often it retakes a place that it has lost."""
+"""How many times it retakes a place that it has lost."""
 HELD_MAX = 64
 
 
@@ -50,7 +50,7 @@ class HostileLearner:
         self, learner_id: str, transports: Sequence[HostileTransport], plot: Plot, random: Random,
         note: Callable[[str], None],
     ) -> None:  # fmt: skip
-        """`note` is called with everything that it tries or hears, for counting."""
+        """`note` is called with everything that it tries or hears, so that the cluster can count it."""
         self.learner_id = learner_id
         self.calm = False
         """Whether it uses only its own id from now on."""
@@ -62,7 +62,7 @@ class HostileLearner:
         self._truth = Progress(0, 0, 2.0, plot.step_s)
         self._pushed: deque[tuple[PushHeader, Payload]] = deque(maxlen=16)
         self._held: deque[OpenCall] = deque()
-        self._tasks: dict[asyncio.Task[None], None] = {}  # the loop itself does not keep them alive
+        self._tasks: dict[asyncio.Task[None], None] = {}  # an event loop does not keep its tasks alive
         me = Identity(plot.run_id, learner_id, peer=self._peer)
         self._sessions = [Session(n, transport, me, self._new_process()) for n, transport in enumerate(transports)]
 
@@ -76,7 +76,7 @@ class HostileLearner:
     # ------------------------------------------------------------ leases and reports
 
     async def _stay(self, session: Session) -> None:
-        """Hold a lease, repeatedly."""
+        """Hold a lease, and join again when it is lost."""
         while True:
             try:
                 await self._join(session)
@@ -193,7 +193,7 @@ class HostileLearner:
     def _contribution(
         self, session: Session, fragment_id: int, *, is_honest: bool = False
     ) -> tuple[PushHeader, Payload]:
-        """A contribution, honest except for the values, or in every respect."""
+        """A contribution that is honest except for its values, or in every respect."""
         epoch, version = session.base.get(fragment_id, (session.caller.epoch, 0))
         asked = session.asked.get(fragment_id)
         tokens = self._r.randint(1, 30)
@@ -206,7 +206,7 @@ class HostileLearner:
         ), payload  # fmt: skip
 
     async def _replay(self, session: Session) -> None:
-        """Push its own contribution again, or another's as its own, perhaps in another round."""
+        """Push its own contribution again, or another learner's as its own, perhaps in another round."""
         known = [*self._pushed, *((s.header, s.payload) for s in self._overheard(session))]
         if not known:
             return
@@ -231,7 +231,7 @@ class HostileLearner:
         await self._push(session, session.caller, header, payload)
 
     async def _hold_pushes(self, session: Session) -> None:
-        """Push without the bytes or the header, and again once refused."""
+        """Push without the bytes or even the header, and push again after each refusal."""
         for _ in range(HOLDS):
             header, payload = self._contribution(session, self._any_of(session))
             parts = self._r.choice(((), (header,), (header, payload.chunks[0][:1])))
@@ -256,7 +256,7 @@ class HostileLearner:
                 await self._quietly(session.transport.leave(session.caller, self._plot.call_s))
 
     async def _speak_under(self, session: Session, caller: Identity) -> None:
-        """Make any call under a lease that is not its own."""
+        """Make one of the calls under a lease that is not its own."""
         header, payload = self._contribution(session, self._any_of(session))
         match self._r.choice(("push", "leave", "pull", "attend")):
             case "push":
@@ -268,7 +268,7 @@ class HostileLearner:
             case "attend":
                 self._hold(session.transport.hold_stream(caller))
 
-    # ------------------------------------------------------------ as another
+    # ------------------------------------------------------------ as another learner
 
     async def _send_ghosts(self, session: Session) -> None:
         """Take leases for learners that do not exist."""
@@ -307,7 +307,7 @@ class HostileLearner:
     # ------------------------------------------------------------ helpers
 
     def _any_of(self, session: Session) -> int:
-        """Usually a fragment that was asked for; else one of the shard, or any."""
+        """Usually a fragment for which the shard asked; sometimes another one of the shard, or any fragment."""
         at = self._r.random()
         if at < 0.1:
             return self._r.randrange(len(self._plot.manifest.fragments))
@@ -330,7 +330,7 @@ class HostileLearner:
         return task
 
     async def _quietly(self, work: Awaitable[Any]) -> None:
-        """Ignore refusals, which it expects."""
+        """Do the work, and ignore refusals: a hostile learner expects them."""
         try:
             await work
         except (Refusal, Unavailable) as refused:

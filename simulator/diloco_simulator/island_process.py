@@ -1,7 +1,7 @@
 """An island of the product in a simulated process: several ranks, each with a learner, crossing boundaries together.
 
-The ranks share one process, since `torchrun` ends all of them when the first one dies: a rank that dies takes its
-pushes with it, and those of the others go on until the process is killed a moment later. Each rank holds some rows of
+The ranks share one process, since `torchrun` ends all of them when the first one dies. The pushes of a rank end when it
+dies. The pushes of the other ranks continue until the process is killed a moment later. Each rank holds some rows of
 each tensor. After a restart the number of ranks may differ.
 """
 
@@ -52,7 +52,7 @@ class IslandProcess(Trainer):
         self.process.start(self._live(), self.name)
 
     def lose_rank(self) -> None:
-        """One rank dies: nothing of it goes on, and no rank crosses another boundary."""
+        """One rank dies: all its work stops, and no rank crosses another boundary."""
         rank = self._random.choice(self.ranks)
         self.stage.note("killed", self.name, f"rank {rank.rank} of {len(self.ranks)}")
         rank.die()
@@ -110,7 +110,7 @@ class IslandProcess(Trainer):
         self.stage.checkpoints[self.learner_id].append(Checkpoint(flat, *saved))
 
     async def _all_live(self) -> None:
-        """Wait for a dead rank until somebody ends the process."""
+        """If a rank is dead, wait until somebody ends the process."""
         if not all(rank.is_alive for rank in self.ranks):
             await asyncio.Event().wait()
 
@@ -120,7 +120,7 @@ class IslandProcess(Trainer):
 
 
 class SimulatedRank(FollowedRun):
-    """One rank: a learner of the product and its part of the model, with the checks on it."""
+    """One rank: a learner of the product, its part of the model, and the checks on both."""
 
     def __init__(self, island: IslandProcess, rank: int, size: int, flat: Tensor, start: Start, history: Any) -> None:
         super().__init__(island.stage, island.process, f"{island.name}/{rank}")
@@ -150,7 +150,7 @@ class SimulatedRank(FollowedRun):
         return [rank._next for rank in self._island.ranks]
 
     def end(self) -> list[bytes] | None:
-        """All ranks have posted at the previous boundary, since they cross each one in turn."""
+        """All ranks have posted at the previous boundary, since they cross each boundary one after the other."""
         posted = self._island.posted
         if self.rank == 0:
             posted[:] = [getattr(rank, "_next", None) for rank in self._island.ranks]
@@ -197,7 +197,7 @@ class SimulatedRank(FollowedRun):
         ]  # fmt: skip
 
     def _poison(self, out: Tensor) -> None:
-        """Called with each snapshot: one rank's may get NaN."""
+        """Called with each snapshot: puts NaN into the next ones of the last rank, if the cluster wants it."""
         if self._island.not_finite and self.rank == len(self._island.ranks) - 1 and out.numel():
             self._island.not_finite -= 1
             self._island.poisoned += 1

@@ -1,7 +1,7 @@
 """One learner of the product in a simulated process, with a training loop around it.
 
-The loop trains a model whose values count tokens, so the product's effect on them can be followed from the outside: by
-the acts of its step boundaries, by its pushes, and by the values themselves.
+The loop trains a model whose values count tokens. So the product's effect on them can be followed from the outside: by
+the acts at step boundaries, by the pushes, and by the values themselves.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from diloco_worker.learner import make_learner
 from diloco_worker.shell.boundary import Start
 
 TOKENS_MAX = 4
-"""Maximum number of tokens of a step; the least is one."""
+"""Maximum number of tokens of a step; the minimum is one."""
 SAVES = 0.5
 """Share of steps that end with a checkpoint."""
 BUSY_LEASES = 2.0
-"""Longest time that a push may be answered BUSY beside hostile learners: twice their longest pause, and a moment."""
+"""A push beside hostile learners may be answered BUSY for at most this many times the lease time plus a second."""
 
 
 @dataclass(eq=False)
 class Taken:
     low: Tensor
-    """The least that it holds: trained until the step boundary, and not merged."""
+    """The minimum that it holds: what was trained until the step boundary, and not merged."""
     lost: Tensor | None = None
-    """Its encoding error, once it was pushed."""
+    """Its encoding error. Set by the first push."""
     leaves: Payload | None = None
-    """What really leaves the process, once it was pushed."""
+    """What really leaves the process, if the learner is sick. Set by the first push."""
 
 
 class LearnerProcess(Trainer, FollowedRun):
@@ -59,7 +59,7 @@ class LearnerProcess(Trainer, FollowedRun):
         sickness = options.sickness
         is_ever_sick = sickness is not None and cluster.learner_ids[sickness.learner] == learner_id
         self._spoiler = Spoiler(sickness, self.name) if sickness is not None and is_ever_sick else None
-        self._busy_since: dict[tuple[int, int], float] = {}  # fragment and round -> first of the BUSY answers in a row
+        self._busy_since: dict[tuple[int, int], float] = {}  # fragment and round -> time of the first BUSY in a row
         caller = Caller("local", learner_id, self.name, born=self.process.clock())
         telemetry = self._telemetry(caller, cluster.history_of(learner_id))
         replica = TornReplica(self.model, self._during_a_read, has_companion=options.companions_every > 0)
@@ -95,7 +95,7 @@ class LearnerProcess(Trainer, FollowedRun):
             self.error, self.state = error, "failed"
 
     async def _hand_over(self) -> None:
-        """As `Learner.leave` does."""
+        """Hand over its work, as `Learner.leave` does."""
         began = self.stage.timeline.now
         while True:
             self.learner.poll()
@@ -186,7 +186,7 @@ class LearnerProcess(Trainer, FollowedRun):
                 )
 
     def _leaving(self, header: PushHeader, payload: Payload) -> tuple[PushHeader, Payload]:
-        """What leaves the process: the same again whenever it is pushed again, or a retry would be another one."""
+        """What leaves the process. A retry sends the same bytes again, or it would be another contribution."""
         contribution = self.unresolved.get(header.fragment_id)
         is_seed = header.is_seed or header.not_finite or contribution is None or contribution.round != header.round
         if self._spoiler is None or contribution is None or is_seed:

@@ -1,7 +1,7 @@
 """What a hostile learner knows, plans and says, and the transport that it needs; what a sick one sends unknowingly.
 
-`hostile.py` carries out what a hostile one plans. Messages and payloads are valid, off by one, or extreme, drawn from a
-generator. Everything here fits on the wire; nobody can send anything else.
+`hostile.py` carries out the plans of a hostile learner. A random generator makes messages and payloads valid, off by
+one, or extreme. Everything here fits on the wire; nobody can send anything else.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from diloco_common.wire.messages import Collect, Held, Progress, PullRequest, Pu
 
 PUSHES = ("contribute", "contribute", "claim", "claim", "lie", "lie", "other bytes", "not finite")
 AS_OTHERS = "contribute as others"
-"""How a hostile learner answers rounds, if it has no other way."""
+"""How a hostile learner answers rounds if none of its tactics is a push."""
 TACTICS = (
     *PUSHES, "replay", "seed", "join", "come and go", "hold pushes", "hold pulls", "hold streams", "pull",
     "extreme lease",
 )  # fmt: skip
-"""Used under its own id. Some are listed twice, to be tried more often."""
+"""Used under its own id. Some are listed twice, so they are tried more often."""
 FOREIGN = ("join as another", "leave as another", "push as another", "attend as another", "ghosts")
 """Used under the ids of others."""
 MANNERS = ("honest", "fast", "slow", "liar", "still", "silent")
-"""How it reports: honestly; 1000 steps at a time; endless steps; anything; never a step; not at all."""
+"""How it reports: honestly; 1000 steps at a time; endless steps; anything; no progress; not at all."""
 
 
 class OpenCall(Protocol):
@@ -62,7 +62,7 @@ class HostileTransport(Transport, Protocol):
         """A pull that nobody reads."""
 
     def hold_stream(self, caller: Identity) -> OpenCall:
-        """A control stream that nobody reads, and without reports."""
+        """A control stream that nobody reads and that carries no reports."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Sniffed:
 
 @dataclass(frozen=True)
 class Plot:
-    """What a hostile learner knows of the run, and its plans."""
+    """What a hostile learner knows about the run, and its plans."""
 
     run_id: str
     manifest: Manifest
@@ -117,7 +117,7 @@ SCALES = (-10.0, -500.0, 0.0, 1e-6, 1e6, 1e30, 3e38)
 
 
 def number(r: random.Random, truth: int, *, bits: int = 64) -> int:
-    """A number for a field of `bits` bits, instead of the true one."""
+    """A number to put into a field of `bits` bits instead of the true one."""
     largest = 2**bits - 1
     said = r.choice(
         (truth - 1, truth + 1, truth + r.randint(2, 2000), 0, 1, 2**31, 2**32 - 1, 2**32, 2**40, 2**40 + 1, 2**53,
@@ -146,7 +146,7 @@ def progress(r: random.Random, truth: Progress) -> Progress:
 
 
 def push_header(r: random.Random, truth: PushHeader, fields: Sequence[str] = ()) -> PushHeader:
-    """A header with up to three false fields, among `fields` or all."""
+    """A header with up to three false fields, chosen from `fields` or from all."""
     said: dict[str, Callable[[], Any]] = {
         "fragment_id": lambda: number(r, truth.fragment_id, bits=32),
         "round": lambda: number(r, truth.round),
@@ -208,7 +208,7 @@ def of_bytes(encoding: str, num_elements: int, chunk: bytes) -> Payload:
 
 
 def chunks(r: random.Random, truth: Payload) -> tuple[bytes, ...]:
-    """The chunks of a payload, or almost."""
+    """The chunks of a payload, or something close to them."""
     whole = b"".join(truth.chunks)
     return r.choice(
         ((whole,), (whole,), (whole[:-1],), (whole[: len(whole) // 2], whole[len(whole) // 2 :]), (whole, whole), (),
@@ -228,7 +228,7 @@ def tensors(r: random.Random, truth: Sequence[TensorSpec]) -> tuple[TensorSpec, 
 
 
 def lease(r: random.Random, truth: Identity) -> Identity:
-    """Another's lease, or nobody's. Metadata hold numbers of up to 18 digits."""
+    """The lease of another learner, or of nobody. Metadata hold numbers of up to 18 digits."""
     return replace(truth, generation=number(r, truth.generation, bits=59), epoch=number(r, truth.epoch, bits=59))
 
 
@@ -259,12 +259,12 @@ def _some(r: random.Random, said: Mapping[str, Callable[[], Any]], most: int) ->
 
 
 SPOILS = ("flipped", "askew", "stuck", "still", "long", "noise")
-"""Signs flipped; most of them flipped, others each time; the same noise again and again, or next to nothing of it, as
-at a rate of zero; many times as long; noise."""
+"""All signs flipped; most signs flipped, different ones each time; the same noise again and again; the same noise, but
+tiny, as if the learning rate were zero; many times as long; new noise each time."""
 ASKEW = 0.65
-"""Share of the flipped elements: the cosine with what was trained is -0.3."""
+"""Share of elements that "askew" flips: the cosine with what was trained is then -0.3."""
 TIMES = 20.0
-"""How many times as long."""
+"""How many times as long "long" makes them; "still" divides by its square."""
 
 
 @dataclass(frozen=True)
@@ -286,7 +286,7 @@ class Spoiler:
         self._stuck: dict[int, Tensor] = {}
 
     def leaving(self, fragment_id: int, payload: Payload, now: float) -> Payload:
-        """What leaves the process at this time."""
+        """The payload that leaves the process at this time."""
         if not self._sickness.from_s <= now < self._sickness.until_s:
             return payload
         header, values = payload.header, torch.empty(payload.header.num_elements)
@@ -310,7 +310,7 @@ class Spoiler:
         raise ValueError(self._sickness.how)
 
     def _noise(self, values: Tensor) -> Tensor:
-        """As long as the values."""
+        """Noise of the same norm as the values."""
         noise = torch.randn(values.numel(), generator=self._generator)
         as_long: Tensor = noise * (values.norm() / noise.norm())
         return as_long

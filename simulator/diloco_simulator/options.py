@@ -27,9 +27,9 @@ FAULTS = (
 )  # fmt: skip
 DISK_FAULTS = ("fill disk", "hurt file", "wipe disk")
 SOMETIMES = 0.3
-"""Share of the occasions on which something that happens now and then does."""
+"""How often things happen that happen only sometimes, as a share of the occasions."""
 MANY = 200
-"""Number of fragments in schedules with very many."""
+"""Number of fragments in schedules that have very many."""
 SUM = OuterSettings(optimizer="sgd", lr=1.0, momentum=0.0)
 OUTER = (
     SUM,
@@ -68,9 +68,9 @@ class Options:
     codec_s: float
     """Mean time of a job of a learner's codec thread: a snapshot, an encoding."""
     stutters: float
-    """Probability that a learner's clock jumps within a step boundary, so that it applies less."""
+    """Probability that a learner's clock jumps within a step boundary, so that it applies fewer versions there."""
     resumes: float
-    """Share of restarted learners that resume from a checkpoint of theirs, of any age."""
+    """Share of restarted learners that resume from one of their checkpoints, of any age."""
     max_pushes: int
     """Pushes that a shard accepts at once; others are answered BUSY."""
     call_s: float
@@ -87,41 +87,41 @@ class Options:
     save_s: float
     family: str = "memory"
     outer: OuterSettings = SUM
-    """The outer optimizer. If somebody lies, values must count tokens, so versions are sums."""
+    """The outer optimizer. With hostile learners it is SUM, since values must count tokens."""
     faults_from_s: float = 0.0
     starts_s: float = 2.0
     """All learners are started within this time."""
     heartbeat_s: float = 1.0
     forgets: bool = False
-    """Whether shards at once forget learners without a lease, as they would if far too many came and went."""
+    """Whether shards forget learners without a lease at once, as they would if far too many came and went."""
     companions_every: int = 0
     """Factor by which the companion, one parameter of the model, is due less often; 0: no companion."""
     has_buffer: bool = False
     islands: int = 0
-    """Number of learners, from the first on, that are islands of several ranks."""
+    """Number of learners that are islands of several ranks: the first ones."""
     mirrors: bool = False
     """Whether each shard has a mirror at the learners' site. Mirrors die, lag and lie."""
     standbys: bool = False
     """Whether each shard with a disk has a standby. It is promoted; the old shard may live on for some learners."""
     sickness: Sickness | None = None
     """One member of three or more whose contributions are spoiled for a while. Of two, nobody can say which is right.
-    Islands have none, as no rank holds a whole contribution. Neither have schedules with companions or buffers, which
-    are not compared, nor with strangers: hostile learners spoil theirs already."""
+    Schedules with islands have no sick member, as no rank holds a whole contribution. Nor do schedules with companions
+    or buffers, which are not compared, or with strangers, where hostile learners already spoil their contributions."""
     hostile: int = 0
-    """Number of hostile learners, beside the honest ones."""
+    """Number of hostile learners, in addition to the honest ones."""
     identities_proven: bool = True
-    """Whether callers can use only their own learner ids, as with mTLS. If not, hostile learners use others', too."""
+    """Whether callers can use only their own learner ids, as with mTLS. If not, hostile learners also use others'."""
     tactics: tuple[str, ...] = ()
     answers: float = 1.0
     """Probability that they contribute to a round that opens."""
     manners: tuple[str, ...] = ("honest",)
     """Ways in which they report; each usually sticks to one."""
     look_every_s: float = 1.0
-    """Interval between checks whether the cluster is well, with restarts of what has ended."""
+    """Interval between looks at the cluster: they check whether it is well, and restart what has ended."""
 
     @property
     def name(self) -> str:
-        """FAMILY:SEED, from which `draw` draws it again."""
+        """FAMILY:SEED. From it, `draw` draws the same options again."""
         return f"{self.family}:{self.seed}"
 
     @property
@@ -129,7 +129,7 @@ class Options:
         """Longest time after the end of faults until the cluster is well and has reached its budget."""
         slowest_s = 1.2 * max(self.step_s)
         rounds_s = 6 * (self.sync_every * max(1, self.companions_every) + 4) * slowest_s
-        if self.sickness is not None:  # then it is compared until it takes part again
+        if self.sickness is not None:  # the sick member is compared until it takes part again
             rounds_s += 3 * TOLD * self.shards / self.fragments * (self.sync_every + 4) * slowest_s
         holds_s = SEED_HOLD_S if self.resumes else 0.0
         return 4 * self.lease_s + 4 * self.call_s + 20 + holds_s + rounds_s + 2 * self.budget * slowest_s
@@ -157,13 +157,13 @@ class Options:
             "lease": LeaseSettings(lease_s=self.lease_s, heartbeat_s=self.heartbeat_s),
             "shard": ShardSettings(index=shard_index, count=self.shards, max_pushes=self.max_pushes),
         }  # fmt: skip
-        return _DEFAULTS.model_copy(update=sections)  # sections are already validated: do not repeat it
+        return _DEFAULTS.model_copy(update=sections)  # the sections are validated already; this does not validate again
 
 
 def draw_short(seed: int) -> Options:
-    """A short schedule of 3 shards and 5 learners, which tests values little and everything else a lot.
+    """A short schedule of 3 shards and 5 learners. It tests values little, but everything else a lot.
 
-    Times are a third of those of `draw_options`, and faults come that much faster.
+    Times are a third of those in `draw_options`, and faults come three times as fast.
     """
     r = random.Random(f"short {seed}")
     lease_s = r.uniform(1.0, 1.2)
@@ -201,7 +201,7 @@ def draw_short(seed: int) -> Options:
 
 
 def draw_options(seed: int) -> Options:
-    """A long schedule; three of four have disks."""
+    """A long schedule. Three out of four have disks."""
     drawn = replace(_draw_honest(seed), family="long")
     return _with_hostile(_with_disks(drawn, random.Random(f"disks {seed}"), min(drawn.step_s)))
 
@@ -212,7 +212,7 @@ def draw_memory(seed: int) -> Options:
 
 
 def _draw_honest(seed: int) -> Options:
-    """Each schedule leaves out half of the kinds of faults, so that each kind sometimes comes alone."""
+    """Each schedule leaves out about half of the kinds of faults, so that each kind sometimes comes alone."""
     r = random.Random(f"options {seed}")
     shards, learners = r.choice((1, 1, 2, 2, 3)), r.choice((1, 2, 2, 3, 3, 4, 5))
     fragments = min(6, shards + r.choice((0, 0, 1, 1, 2, 3, 5)))
@@ -251,11 +251,11 @@ def _draw_honest(seed: int) -> Options:
         save_s=0.0,
     )
     changes: Literal["int8", "int4"] | None = random.Random(f"pull {seed}").choice((None, None, None, "int8", "int4"))
-    return replace(drawn, pull=changes) if changes else drawn  # drawn separately: other draws of a seed stay the same
+    return replace(drawn, pull=changes) if changes else drawn  # drawn separately, so other draws of a seed stay as is
 
 
 def _with_disks(drawn: Options, r: random.Random, pace_s: float) -> Options:
-    """Three of four schedules have disks, some only for part of the shards."""
+    """Three out of four schedules have disks, some of them only for part of the shards."""
     if r.random() < 0.25:
         return drawn
     some = r.random() < 0.25
@@ -268,9 +268,9 @@ def _with_disks(drawn: Options, r: random.Random, pace_s: float) -> Options:
 
 
 def _with_hostile(drawn: Options) -> Options:
-    """A quarter of the schedules have one or two hostile learners. Drawn separately: other draws of a seed stay.
+    """A quarter of the schedules have one or two hostile learners. Drawn separately, so other draws of a seed stay.
 
-    There are at least as many honest learners as the quorum, for which a round waits.
+    There are at least as many honest learners as the quorum that a round waits for.
     """
     r = random.Random(f"hostile {drawn.seed}")
     hostile = r.choice((0, 0, 0, 0, 0, 0, 1, 2))
@@ -278,7 +278,7 @@ def _with_hostile(drawn: Options) -> Options:
 
 
 def _with_rules(drawn: Options) -> Options:
-    """All merge and step rules, and sometimes a learner of another speed; drawn separately, without liars."""
+    """All merge and step rules, and sometimes a much slower learner. Drawn separately, without hostile learners."""
     r = random.Random(f"rules {drawn.seed}")
     step_s = list(drawn.step_s)
     if r.random() < 0.2:
@@ -289,7 +289,7 @@ def _with_rules(drawn: Options) -> Options:
 
 
 def _with_kind(drawn: Options) -> Options:
-    """Some short schedules have islands, or companions and perhaps a buffer; both also have their own families."""
+    """Some short schedules have islands, or companions and perhaps a buffer. Both also have families of their own."""
     r = random.Random(f"kind {drawn.seed}")
     kind = r.choice(("", "", "", "islands", "companions"))
     if drawn.hostile or not kind:
@@ -300,7 +300,7 @@ def _with_kind(drawn: Options) -> Options:
 
 
 def _with_many(drawn: Options) -> Options:
-    """Sometimes there are hundreds of fragments, and two learners. Such a schedule takes as long as fifty others."""
+    """Some schedules have hundreds of fragments and two learners. Such a schedule takes as long as fifty others."""
     r = random.Random(f"many {drawn.seed}")
     if drawn.hostile or r.random() >= 0.01:
         return drawn
@@ -329,7 +329,7 @@ def with_sick(drawn: Options) -> Options:
         staleness_max=8,
         push=r.choice(("float32", "int8", "int4")), step_s=(min(drawn.step_s),) * learners,
         disks=drawn.disks[:shards], codec_s=0.005, compute_s=0.005, save_s=min(drawn.save_s, 0.005), long_delays=0.0,
-        loss=r.choice((0.0, 0.0, 0.02)), resumes=0.0,  # or the first versions would wait for who may have more
+        loss=r.choice((0.0, 0.0, 0.02)), resumes=0.0,  # else first versions would wait for learners that may hold more
         fault_every_s=r.choice((2.0, 8.0, 60.0)), faults_s=from_s + lasts_s + r.uniform(0.5, 2.0),
         hostile=0, islands=0, companions_every=0, has_buffer=False, budget=0, max_pushes=64,
     )  # fmt: skip
@@ -349,7 +349,7 @@ def with_hostile(drawn: Options, hostile: int, *, identities_proven: bool = True
 
 
 def draw_islands(seed: int) -> Options:
-    """Long and short schedules with one or more islands, whose ranks die, too."""
+    """Long and short schedules with one or more islands, whose ranks may die, too."""
     r = random.Random(f"islands {seed}")
     drawn = draw_short(seed) if r.random() < 0.7 else draw_options(seed)
     return replace(

@@ -61,7 +61,7 @@ class HostileProcess:
 
 
 def _honest(fragment: Fragment, tokens: int) -> Tensor:
-    """The contribution of training on so many tokens, with its sign."""
+    """The contribution of a learner that trained on this many tokens, with its sign."""
     return -tokens * part_of(PATTERN, fragment)
 
 
@@ -113,7 +113,7 @@ class Processes(Stage):
         return host.shard.fragments[fragment_id]
 
     def begins(self, index: int) -> None:
-        """A shard is about to serve what its disk has returned. Possible losses are excused."""
+        """A shard is about to serve what it read from its disk. Note which losses are excused."""
         shard = self.shards[index]
         assert shard.host is not None
         epoch, disk = shard.host.shard.epoch, self.disks.get(shard.index)
@@ -162,7 +162,7 @@ class Processes(Stage):
             self._kill_soon(running[0], kill, at_await=at_await)
 
     def lose_rank(self, learner_id: str, *, noticed: bool, back_after_s: float) -> None:
-        """One rank of an island dies; its launcher soon ends the others, and restarts all later."""
+        """One rank of an island dies; its launcher soon ends the others, and later restarts all of them."""
         for learner in self.running(learner_id):
             if isinstance(learner, IslandProcess) and learner.state in ("joining", "training"):
                 learner.lose_rank()
@@ -180,7 +180,7 @@ class Processes(Stage):
             learner.hung_until = self.timeline.now + lasts_s
 
     def warn_learner(self, learner_id: str) -> None:
-        """Its machine is about to go away; another one soon takes its place."""
+        """The learner's machine is about to go away; another one soon takes its place."""
         for learner in self.running(learner_id):
             if isinstance(learner, LearnerProcess):
                 learner.is_warned = True
@@ -230,7 +230,7 @@ class Processes(Stage):
             self.timeline.later(lasts_s, disk.accept)
 
     def hurt_file(self, which: float, *, noticed: bool, back_after_s: float) -> None:
-        """Damage the newest version file of one fragment, and crash its shard, so that nobody reads it before."""
+        """Damage the newest version file of one fragment, and crash its shard, so that nobody reads it before that."""
         fragments = [(i, p) for i in sorted(self.disks) for p in sorted(self._fragments[i])]
         if fragments:
             index, fragment_id = fragments[int(which * len(fragments))]

@@ -29,9 +29,9 @@ from diloco_simulator.world.transport import MemoryTransport
 SITE = "here"
 MIRRORS = 100
 REPLACED = 2 * MIRRORS
-"""Added to a shard's index for the address of its mirror, and for its own address after it was replaced."""
+"""Added to a shard's index: for the address of its mirror, and for the shard's own address after it was replaced."""
 STANDBY_DISKS = 4
-"""Added to the seed of a disk; seeds come in steps of 8."""
+"""Added to the index of a disk, which is part of its seed. Each schedule has 8 indexes."""
 
 
 def _nothing(*_: Any) -> None:
@@ -76,7 +76,7 @@ class MirrorProcess(_ReaderProcess):
 
 
 class _Liar(Service):
-    """Serves what its host holds, and now and then something else."""
+    """Serves what its host holds, and sometimes something else."""
 
     def __init__(self, host: ShardHost, cluster: Stage, process: SimulatedProcess) -> None:
         super().__init__(host)
@@ -134,7 +134,7 @@ class StandbyProcess(_ReaderProcess):
                 self._cluster.network, new.process, path, _nothing, _nothing, self._options.call_s
             )
             told = await tell_replaced(_host(new), transport, Identity("local"))
-            assert isinstance(told, Superseded), "the promoted one stays"
+            assert isinstance(told, Superseded), "the promoted shard stays"
             assert _host(old).replaced is not None
             ended()
             try:
@@ -159,12 +159,12 @@ class SimulatedReaders:
         self, cluster: Stage, shards: dict[int, ShardProcess], disks: dict[int, ShardDisk],
         start_shard: Callable[[int], None],
     ) -> None:  # fmt: skip
-        """`shards`, `disks`: the current ones, by shard; a promotion replaces one, and `start_shard` starts the new."""
+        """`shards`, `disks`: the current ones, by index. A promotion replaces one; `start_shard` starts the new one."""
         self._cluster, self._shards, self._disks, self._start_shard = cluster, shards, disks, start_shard
         self.promoted: dict[int, StandbyProcess] = {}
         self._mirrors: dict[int, MirrorProcess] = {}
         self._standbys: dict[int, StandbyProcess] = {}
-        """Those that stand by."""
+        """Those that are not promoted yet."""
         self._replaced: dict[int, tuple[ShardProcess, ShardDisk]] = {}
         """Shards that live on beside the promoted ones."""
 
@@ -194,7 +194,7 @@ class SimulatedReaders:
             self._cluster.timeline.later(lasts_s, _thaw, mirror)
 
     def promote(self, index: int, *, still_lives: bool, noticed: bool) -> None:
-        """Promote a standby. The old shard is gone with its machine, or lives on for some learners for a while."""
+        """Promote a standby. The old shard is gone with its machine, or lives on for a while for some learners."""
         cluster, standby, old = self._cluster, self._standbys.get(index), self._shards[index]
         if standby is None or not standby.process.alive or not standby.is_ready or old.process.frozen:
             return
@@ -217,7 +217,7 @@ class SimulatedReaders:
         self._start_shard(index)
 
     def thaw(self) -> None:
-        """Nobody is frozen or dead any more."""
+        """Thaw all mirrors and standbys, and restart dead mirrors."""
         for index, mirror in self._mirrors.items():
             _thaw(mirror)
             self.start_mirror(index)
@@ -225,7 +225,7 @@ class SimulatedReaders:
             _thaw(standby)
 
     def reunite(self) -> None:
-        """The network is whole again."""
+        """The network is whole again: promoted shards can reach the shards that they replaced."""
         for index in self._replaced:
             self._reunite(index)
 

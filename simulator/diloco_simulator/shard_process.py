@@ -44,7 +44,7 @@ class ShardProcess:
         )
         self._waits = Waits()
         self._can_since: dict[tuple[Any, ...], float] = {}
-        """Something that a round can do -> since when."""
+        """Something that a round can do -> the time since when it can."""
         self._before_freeze: list[tuple[str, int, float]] = []
         """Learner, generation and remaining lease time at the last freeze."""
         self._thawed_at = 0.0
@@ -114,7 +114,7 @@ class ShardProcess:
     def freeze(self) -> None:
         if self.host is not None and not self.process.frozen:
             now = self._cluster.timeline.now - getattr(self.host.clock, "_asleep_s", 0.0)
-            spare_s = self._options.heartbeat_s + 2 * self._options.tick_s  # too short for it to notice that it slept
+            spare_s = self._options.heartbeat_s + 2 * self._options.tick_s  # the shard does not notice so short a sleep
             self._before_freeze = [
                 (m.learner_id, m.generation, m.last_heard + self._options.lease_s - now - spare_s)
                 for m in self.host.shard.membership.live()
@@ -180,7 +180,7 @@ class ShardProcess:
         at_most_s = options.grace
         if at_most_s == "adaptive":
             slowest_s = max((m.reports.step_time_s for m in host.shard.membership.live() if m.reports), default=0.0)
-            steps = 2.5 * max(sync.first_every, OVERLAP_STEPS)  # patience, and what steps scatter by
+            steps = 2.5 * max(sync.first_every, OVERLAP_STEPS)  # patience, and a margin for steps of uneven length
             at_most_s = slowest_s * steps
         invariants.windows_are_as_set(host.shard.rounds.patience.grace_s(), at_most_s)
 
@@ -215,11 +215,11 @@ class Waits:
         self._longest_s: dict[int, tuple[float, float]] = {}
         """Fragment -> when its round was opened, and how long it may wait."""
         self._overdue: dict[tuple[str, int], tuple[Member, int, int]] = {}
-        """Learner and fragment -> the last round that waited for it while overdue, and its inner step then."""
+        """Learner and fragment -> the member, the last round that waited for it while overdue, and its step then."""
 
     def of(self, shard: Shard, state: FragmentState, collecting: Round) -> float:
-        """Longest wait in seconds: the grace window; for a last round, the time for its last work; for an overdue
-        learner, until its next step ends. Raises Violation."""
+        """Longest wait in seconds: the grace window; if a learner sends its last work, also the time for that; for an
+        overdue learner, until its next step ends. Raises Violation."""
         self._grace_s = max(self._grace_s, shard.rounds.patience.grace_s())
         waits_s = self._grace_s
         if collecting.last_of.intersection(collecting.missing):

@@ -1,11 +1,10 @@
 """Bounded influence, implemented independently, with the product's limits: what a hostile learner must not get from a
-shard (more rounds, a version of its own, values that are not finite), for how much a member's contribution counts, and
-who is left out.
+shard (more rounds, a version of its own, values that are not finite), how much a member's contribution counts, and
+which learners are left out.
 
-Both follow histories as they are written, and look at a shard's state at that moment. Among members, healthy
-contributions all point the same way here. So their values alone say which ones are spoiled, how far each points away,
-and when its shard must have noticed.
-"""
+`Fairness` and `BoundedInfluence` follow histories as they are written, and look at a shard's state at that moment. The
+healthy contributions of members all point the same way in the simulator. So values alone say which contributions are
+spoiled, how far each points away, and when its shard must have noticed."""
 
 from __future__ import annotations
 
@@ -29,9 +28,9 @@ from diloco_simulator.verify import invariants
 from diloco_simulator.world.stage import PATTERN, part_of
 
 SPARE_ROUNDS = 3
-"""Per epoch of a shard: a fragment's first round comes before H steps, and steps are reported a moment late."""
+"""Extra rounds per epoch of a shard: a fragment's first round comes before H steps, and steps are reported late."""
 SPARE_ROUNDS_OF_A_BUDGET = 10
-"""At the end of a run, rounds do not wait for H steps."""
+"""The same if the run has a budget: at the end of the run, rounds do not wait for H steps."""
 
 
 class Fairness:
@@ -63,7 +62,7 @@ class Fairness:
 
     def _rounds(self, name: str, fragment_id: int) -> None:
         options = self._options
-        assert options.quorum != "all", "a round that waits for all waits for liars"
+        assert options.quorum != "all", "a round that waits for all also waits for hostile learners"
         steps_each = self._cluster.timeline.now / min(options.step_s)
         plausible = options.hostile * steps_each
         spare = SPARE_ROUNDS_OF_A_BUDGET if options.budget else SPARE_ROUNDS
@@ -90,10 +89,10 @@ class Fairness:
 
 
 ABOUT = 0.1
-"""A lean this close to its bound may be on either side: encoding turns contributions a little, also those of the
-others, with which the product compares (0.04 in a schedule with int4 and snapshots taken while training)."""
+"""A lean this close to its bound may be on either side. Encoding turns contributions a little, and also those that the
+product compares them with (by 0.04 in a schedule with int4 and snapshots taken while training)."""
 HEALTHY = 0.9
-"""Minimum cosine of a healthy contribution with what was trained."""
+"""Minimum cosine between a healthy contribution and what was trained."""
 
 
 @dataclass
@@ -101,20 +100,20 @@ class _EpochBounds:
     """One epoch of a shard."""
 
     counted: dict[tuple[int, str], LengthLimit] = field(default_factory=dict)
-    """Fragment and learner -> for how much its last contribution counted."""
+    """Fragment and learner -> the length for which its last contribution counted."""
     pointed: dict[str, deque[float]] = field(default_factory=dict)
-    """Learner -> the cosines of its last compared contributions with what was trained."""
+    """Learner -> the cosines between its last compared contributions and what was trained."""
     out: set[str] = field(default_factory=set)
     opened: dict[int, set[str]] = field(default_factory=dict)
-    """Fragment -> who was left out when its round opened, and is no other process since."""
+    """Fragment -> the learners that were left out when its round opened, if the same process still speaks for them."""
     closed: dict[int, Round] = field(default_factory=dict)
     seq: int = 0
-    """Of the last event seen."""
+    """Number of the last event seen."""
     judges: set[int] = field(default_factory=set)
-    """Generations that took part at the last look."""
+    """Generations that took part when last looked at."""
 
     def begin(self, learner_id: str) -> None:
-        """Another process speaks for this learner."""
+        """Another process now speaks for this learner."""
         self.out.discard(learner_id)
         self.pointed.pop(learner_id, None)
         self.counted = {key: limit for key, limit in self.counted.items() if key[1] != learner_id}
@@ -193,7 +192,7 @@ class BoundedInfluence:
         self, followed: _EpochBounds, fragment_id: int, part: Sequence[Contribution], before: LengthLimit | None,
         after: LengthLimit | None,
     ) -> None:  # fmt: skip
-        """Check what is kept of each length, and the limit for the next round."""
+        """Check how much of each length is kept, and the limit for the next round."""
         weight = sum(c.weight for c in part)
         for c in part:
             limits = [limit for limit in (before, followed.counted.get((fragment_id, c.learner_id))) if limit]
@@ -222,7 +221,7 @@ class BoundedInfluence:
     def _compared(
         self, followed: _EpochBounds, known: Sequence[Contribution], closed: Round, fragment: Fragment
     ) -> set[str]:
-        """Note where contributions point that can be compared with two others. Returns their learners."""
+        """Note where contributions point, if they can be compared with two others. Returns their learners."""
         if self._sickness is None:
             return set()  # whatever they do, nobody is left out
         held = [c for c in closed.contributions.values() if c.norm > 0]
@@ -240,7 +239,7 @@ class BoundedInfluence:
     def _judged(
         self, followed: _EpochBounds, compared: Collection[str], learners: int, verdicts: Sequence[Event]
     ) -> None:
-        """Check who is left out from now on, and who takes part again. `learners`: how many the round had."""
+        """Check which learners are left out from now on, and which take part again. `learners`: their number."""
         out = {e.fact.learner_id for e in verdicts if isinstance(e.fact, LearnerLeftOut)}
         back = {e.fact.learner_id for e in verdicts if isinstance(e.fact, LearnerTakesPart)}
         for learner_id in sorted(out | back | set(compared)):
@@ -279,12 +278,12 @@ def _is_known(shard: Shard, contribution: Contribution) -> bool:
 
 
 def _second(contributions: Collection[Contribution], steps: int) -> float:
-    """The second longest, for so many steps."""
+    """The second largest length of a contribution, scaled to this many steps."""
     return sorted(c.norm * max(1.0, steps / c.steps) for c in contributions)[-2]
 
 
 def _along(contribution: Contribution, fragment: Fragment) -> float:
-    """The cosine of a contribution with what any learner trains."""
+    """The cosine between a contribution and what any learner trains."""
     assert isinstance(contribution.payload, Payload)
     values = torch.empty(fragment.num_elements)
     decode_payload(contribution.payload, values)

@@ -93,7 +93,7 @@ class Histories:
 
     @cached_property
     def companions(self) -> frozenset[int]:
-        """Fragments of other kinds than parameters; counts by the model leave them out."""
+        """Fragments that hold something other than parameters. Counts per model leave them out."""
         return frozenset(
             line["fragment"]
             for process in self.shard_processes()
@@ -103,7 +103,7 @@ class Histories:
 
     @cached_property
     def pushes(self) -> dict[PushName, Push]:
-        """All pushes of learners. A contribution sent under two generations has two names."""
+        """All pushes by learners. A contribution sent under two generations has two names."""
         found: dict[PushName, Push] = {}
         for process in self.learner_processes():
             for line, push in self.pushes_of[process]:
@@ -181,7 +181,7 @@ def _split(lines: Sequence[Line]) -> Iterator[tuple[Line, ...]]:
 
 
 def _pushes(process: Process) -> Iterator[tuple[Line, Push]]:
-    """A contribution may be sent again; once it is carried, the same work is sent as another one."""
+    """A contribution may be sent again. After it is carried, the same work is sent as a new contribution."""
     last: dict[int, Push] = {}
     for line in process.lines:
         if line["what"] == "carried":
@@ -207,7 +207,7 @@ class Merge:
     learner: str
     tokens: int
     counted: int
-    """Those of them that the shard counts."""
+    """Number of these tokens that the shard counts."""
     into: Version
     push: Push | None
     """The push of its learner; None: no learner sent it."""
@@ -224,12 +224,12 @@ class Version:
     """The epoch in which it was made. A later epoch may have renamed it."""
     version: int
     base: Version | None
-    """The version from which it was made; None: it was seeded."""
+    """The version from which it was made. None: it was seeded."""
     line: Line
     """The first line that says it was durable: "announced" or "restored"."""
     merges: list[Merge] = field(default_factory=list)
     left_out: list[Push] = field(default_factory=list)
-    """What its round held and its shard left out. Their learners go on as if it were merged."""
+    """Contributions that its round held and its shard left out. Their learners go on as if they were merged."""
     lost_in: int | None = None
     """The epoch in which its shard went on without it."""
     _branch: _Branch = field(init=False, repr=False)
@@ -312,7 +312,7 @@ class Lineage:
         return self._merges.get(push, ())
 
     def _follow(self, shard: str, processes: Sequence[Process]) -> None:
-        closed: dict[Name, tuple[Line, Version | None]] = {}  # version to make -> its line "merging", and its base
+        closed: dict[Name, tuple[Line, Version | None]] = {}  # version being made -> its line "merging", and its base
         had: dict[int, Version] = {}  # fragment -> the latest version, in this epoch or an earlier one
         for process in processes:
             latest, own_epoch = dict[int, Version](), process.epoch
@@ -334,8 +334,8 @@ class Lineage:
                     self._go_on(version, own_epoch, latest, had)
 
     def _go_on(self, version: Version, epoch: int, latest: dict[int, Version], had: dict[int, Version]) -> None:
-        """The shard has this version now, and has lost those that it does not come from: it came back with an older
-        one, or a learner's values took their place."""
+        """The shard has this version now. Mark the versions that it does not come from as lost: the shard came back
+        with an older version, or a learner's values took their place."""
         fragment = version.fragment
         lost = had.get(fragment)
         while lost is not None and lost.survives and not version.comes_from(lost):

@@ -1,4 +1,4 @@
-"""The judge: do histories keep the promises? Pure functions of what processes wrote, which name every violation.
+"""The judge: do histories keep the promises? Its pure functions read what processes wrote, and name every violation.
 
 The same judge serves real processes (`diloco_chaos`), simulated ones and contract tests. It follows versions from base
 to base (`histories.py`), and compares the tokens in versions with the tokens that each process of a learner trained, by
@@ -31,7 +31,7 @@ Given = ParamSpec("Given")
 
 
 def check(find: Callable[Given, Iterator[str | BrokenPromise]]) -> Callable[Given, Iterator[BrokenPromise]]:
-    """Turn the messages of a check into violations of its name."""
+    """Turn the messages of a check into broken promises under the check's name."""
 
     @wraps(find)
     def found(*args: Given.args, **how: Given.kwargs) -> Iterator[BrokenPromise]:
@@ -47,7 +47,7 @@ def violations(
     excused: Container[tuple[int, int]] = (),
     claimants: Container[str] = (),
 ) -> list[BrokenPromise]:
-    """All violations that the histories of one run show, from its beginning.
+    """All violations that the histories of one run, from its beginning, show.
 
     `excused` as in `lost_versions`, `claimants` as in `double_counted`.
     """
@@ -68,10 +68,10 @@ def violations(
 def double_counted(histories: Histories, claimants: Container[str] = ()) -> Iterator[str]:
     """No version holds a token of a process twice, and no learner will contribute a token that a version holds already.
 
-    This compares trained tokens, not pushes: a second push of the same work counts as its own push.
+    This compares trained tokens, not pushes: a second push of the same work counts as a push of its own.
 
-    `claimants`: learner ids under which somebody lies. Shards hold only claims of them, and nothing is promised to
-    them. All other promises hold.
+    `claimants`: learner ids under which somebody lies. Shards hold only claims under these ids, and promise them
+    nothing. All other promises hold.
     """
     lineage = histories.lineage
     for version in lineage.versions:
@@ -112,11 +112,11 @@ def work_lost(
     *,
     claimants: Container[str] = (),
 ) -> Iterator[str]:
-    """If a learner counts work as merged, it will not send it again: the version it applies holds that work, for good,
+    """If a learner counts work as merged, it will not send it again: the version it applies holds that work for good,
     or its shard has left out that contribution.
 
-    While each version that it applies comes from the previous one, they hold its tokens without a gap. After a loss, or
-    after its shard has forgotten a contribution, this holds again from the learner's count at that time.
+    While each version that a learner applies comes from the previous one, they hold its tokens without a gap. After a
+    loss, or after its shard has forgotten a contribution, this holds again from the learner's count at that time.
 
     `excused`: as in `lost_versions`. The contributions in a lost version are lost with it.
     `claimants`: as in `double_counted`.
@@ -134,7 +134,7 @@ def work_lost(
             if line["merged"] is not None:
                 into = _left_out(histories, push)
                 if into is not None and held.comes_from(into):
-                    continue  # it is gone, and its learner applies the version as if it were merged
+                    continue  # this work is gone; its learner applied the version as if it were merged
                 merge = _merged(histories, push, line["merged"], held)
                 stays = merge is not None and (merge.into.survives or (merge.into.lost_in, fragment) in excused)
                 if not stays:
@@ -149,7 +149,7 @@ def work_lost(
 
 
 def _believed(histories: Histories, claimants: Container[str]) -> Iterator[Process]:
-    """The processes of learners under whose ids nobody lies."""
+    """The processes of learners whose ids no hostile learner uses."""
     return (process for process in histories.learner_processes() if process.name not in claimants)
 
 
@@ -173,7 +173,7 @@ def _gaps(process: Process, before: Version, held: Version, reached: int, since:
 
 
 def _merged(histories: Histories, push: Push | None, round_number: int, version: Version) -> Merge | None:
-    """The merge that brought a contribution into a version; None: the version does not hold it."""
+    """The merge that brought a contribution into a version. None: the version does not hold it."""
     if push is None or push.round != round_number:
         return None
     return next((merge for merge in histories.lineage.merges_of(push) if version.comes_from(merge.into)), None)
@@ -224,7 +224,7 @@ def lost_versions(histories: Histories, excused: Container[tuple[int, int]] = ()
     """A shard that comes back continues from the last version it announced, and learners apply only announced versions.
 
     `excused`: pairs of an epoch and a fragment. In that epoch the shard may come back with an older version of the
-    fragment: its disk was made to lose versions, or it keeps none, or it may announce before it writes.
+    fragment: its disk was made to lose versions, or it has no disk, or it may announce versions before it writes them.
     """
     for shard, processes in histories.shards.items():
         latest: dict[int, Version] = {}
@@ -319,7 +319,7 @@ def _restored(histories: Histories) -> Iterator[str]:
 
 @check
 def fencing(histories: Histories) -> Iterator[str]:
-    """A shard accepts and merges nothing from a generation that is over, except what came before a goodbye."""
+    """A shard accepts and merges nothing from a generation that is over. It may merge what came before a goodbye."""
     for process in histories.shard_processes():
         current: dict[str, int] = {}
         over: dict[tuple[str, int], str] = {}
@@ -352,9 +352,9 @@ def _generation(who: tuple[str, int], over: dict[tuple[str, int], str]) -> str:
 
 @check
 def accounting(histories: Histories) -> Iterator[str]:
-    """Every pushed token ends as merged, carried, refused or in flight; nothing else is merged.
+    """Every pushed token ends up merged, carried, refused or in flight; nothing else is merged.
 
-    A shard merges every contribution it accepted, unless the generation was evicted or the shard leaves it out. A
+    A shard merges every contribution it accepted, unless the generation was evicted or the shard left it out. A
     version counts the tokens it holds, or the number that its shard recorded for them. A learner learns the fate of one
     contribution before it sends the next, and sends only tokens it has trained.
     """

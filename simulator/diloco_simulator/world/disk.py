@@ -1,8 +1,8 @@
 """A disk that fails as disks do: unsynced data is lost or torn in a crash, bytes rot, calls are refused.
 
 It replaces `diloco_server.storage.filesystem.Disk` under the production store. Contents and names are volatile until
-synced. A crash keeps a random prefix of the renames and removals since the last `sync_names`, in order, and of each
-file the synced content plus a random, possibly garbled, part of the rest.
+synced. A crash keeps a random number of the first renames and removals since the last `sync_names`. Of a file with
+unsynced content, it keeps a beginning of random length, in which a byte may be garbled.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ class FakeDisk:
 
     def __init__(self, seed: int = 0) -> None:
         self.calls = 0
-        """Calls that changed the disk so far."""
+        """Number of calls so far that changed the disk."""
         self.crash_at: int | None = None
-        """The number of the call, from 1, in the middle of which the power fails."""
+        """The power fails in the middle of the call with this number. The first call has number 1."""
         self.refuse: Callable[[str], int] = lambda call: 0
-        """Name of a call -> errno with which it fails; 0: it works."""
+        """Name of a call -> the errno with which it fails. 0: it works."""
         self.space: int | None = None
-        """Bytes left; None: enough."""
+        """Bytes left. None: no limit."""
         self._random = random.Random(f"disk {seed}")
         self._names: dict[str, _Inode] = {}
         self._synced_names: dict[str, _Inode] = {}
-        self._changes: list[tuple[str, str, _Inode | None]] = []  # since the last sync_names: (gone, there, inode)
+        self._changes: list[tuple[str, str, _Inode | None]] = []  # since the last sync_names: (old, new name, inode)
 
     # ------------------------------------------------------------ what a store calls
 
@@ -164,7 +164,7 @@ class FakeFile:
         return len(part)
 
     def close(self) -> None:
-        """Nothing waits for it."""
+        """Do nothing."""
 
 
 def _apply(names: dict[str, _Inode], gone: str, there: str, inode: _Inode | None) -> None:
@@ -194,7 +194,7 @@ class ShardDisk:
         fake.crash_at = fake.calls + r.randint(1, 4) if r.random() < INTERRUPTED_STARTS else None
 
     def remove_named(self, error: NothingIntact) -> None:
-        """Do what the message tells people to do: remove the files that it names as damaged."""
+        """Do what the error message tells people to do: remove the files that it names as damaged."""
         names = self.fake.names()
         for fragment_id in self.hurt:
             for name in version_names(fragment_id, names):
@@ -231,7 +231,7 @@ class ShardDisk:
         self.was_hurt = True
 
     def refuse(self) -> None:
-        """Make the disk full, or fail to sync, until `accept`."""
+        """Make the disk full, or make its syncs fail, until `accept`."""
         self._refusals += 1
         calls, number = self.random.choice(
             ((("write",), errno.ENOSPC), (("create",), errno.ENOSPC), (("sync", "sync_names"), errno.EIO))

@@ -1,7 +1,7 @@
 """The network between learners and shards: calls that are lost, late, duplicated, cut off, torn or half-open.
 
-A `NetworkCall` is one call of diloco.v1: items up, items down, each direction in order, as in one TCP connection. When
-it breaks, both ends may notice, or one, or none. Different calls overtake each other.
+A `NetworkCall` is one call of diloco.v1: items go up and down, in order in each direction, as in one TCP connection.
+When it breaks, both ends may notice, or one, or neither. Different calls may overtake each other.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from diloco_simulator.world.process import SimulatedProcess, Timeline
 Path = tuple[str, int]
 """Learner id and shard index."""
 Answer = Callable[[ShardService, AsyncIterator[Any]], AsyncIterator[Any]]
-"""A shard's side of a call: takes items and yields items."""
+"""A shard's side of a call. It takes items and yields items."""
 
 
 SNIFFED_MAX = 32
@@ -35,14 +35,14 @@ class Network:
     def __init__(
         self, timeline: Timeline, options: Options, faults: Counter[str], said: Callable[[Any, Path], None]
     ) -> None:
-        """`said` is called with every item that a shard sends, and its path."""
+        """`said` is called with every item that a shard sends, and with the item's path."""
         self.timeline = timeline
         self.said = said
         self.healed = False
         self.serving: dict[int, tuple[SimulatedProcess, ShardService]] = {}
-        """Shard index -> the process and service that currently serve there."""
+        """Shard index -> the process and the service that currently serve this shard."""
         self.apart: dict[Path, tuple[SimulatedProcess, ShardService]] = {}
-        """Paths on which another process answers."""
+        """Paths on which another process answers: a shard that a standby has replaced."""
         self.cuts: Counter[tuple[Path, bool]] = Counter()
         """(path, upwards) -> number of active cuts."""
         self.sniffed: deque[Sniffed] = deque(maxlen=SNIFFED_MAX)
@@ -78,18 +78,18 @@ class Network:
         return call
 
     def gone(self, process: SimulatedProcess, noticed: bool) -> None:
-        """A process ended. Its peers notice now, or never (the machine lost power)."""
+        """A process ended. Its peers notice now, or never (if the machine lost power)."""
         for call in self.calls:
             call.gone(process, noticed)
 
     def heal(self) -> None:
-        """From now on everything arrives, once. Calls held up by a cut go on, or are dead for good."""
+        """From now on everything arrives exactly once. Calls held up by a cut go on, or are dead for good."""
         self.healed = True
         self.cuts.clear()
         self.flush()
 
     def flush(self) -> None:
-        """A cut ended."""
+        """A cut has ended: let the calls go on that it held up."""
         for call in self.calls:
             call.flush()
 
@@ -101,7 +101,7 @@ class NetworkCall:
         self.path = path
         self.loses_request = self.loses_answer = self.is_twice = False
         self.pauses = True
-        """Whether items travel one by one, so that anything may come between them."""
+        """Whether items travel one by one, so that other events may happen between them."""
         self._network, self._timeline = network, network.timeline
         self._client = client
         self._answer = answer
@@ -181,7 +181,7 @@ class NetworkCall:
     # ------------------------------------------------------------ on the way
 
     def flush(self) -> None:
-        """A cut ended: TCP resends what it held, unless an end has given up."""
+        """A cut has ended: TCP resends what it held, unless one end has given up."""
         for up in (True, False):
             if self._held[up] and not self._network.cuts[self.path, up]:
                 held, self._held[up] = self._held[up], []
@@ -191,7 +191,7 @@ class NetworkCall:
                     self._transmit(up, act, *args)
 
     def break_off(self, *, tell_client: bool, tell_shard: bool) -> None:
-        """Break the connection; either end, both or none is told."""
+        """Break the connection. Both ends are told, or one, or neither."""
         if tell_client:
             reset = Unavailable("the connection was reset")
             self._timeline.at(self._timeline.now + self._network.delay_s(), self._come, reset, process=self._client)
@@ -211,12 +211,12 @@ class NetworkCall:
                     self._transmit(False, self._come, Unavailable("the shard is gone"))
 
     def _break_or_not(self, *, always: bool = False) -> None:
-        """Tell the client that the call is lost, or let it wait for its deadline."""
+        """Tell the client that the call is lost, or let the client wait until its deadline."""
         if always or self._network.healed or self._network.random.random() < 0.5:
             self._transmit(False, self._come, Unavailable("the call was lost"))
 
     def _transmit(self, up: bool, act: Callable[..., None], *args: Any) -> None:
-        """Call `act` at the other end, after everything sent there before."""
+        """Call `act` at the other end, after everything that was sent there before."""
         if self._dead:
             return
         network = self._network
@@ -260,7 +260,7 @@ class _CallHandler:
             self._requests.put_nowait(item)
 
     def cancel(self) -> None:
-        """End the call, as gRPC tells a handler."""
+        """Cancel the handler, as gRPC does when a call ends."""
         self.is_over = True
         if self._task is not None:
             self._task.cancel()

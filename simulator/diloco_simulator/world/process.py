@@ -30,7 +30,7 @@ Act = Callable[..., Any]
 Takes = Callable[[str], float]
 """Name of an executor -> mean time of its jobs, in seconds."""
 STUTTER_S = 0.01
-"""How far a process's clock may jump within a moment, as if some code were slow."""
+"""How far a process's clock may jump at one point in virtual time, as if some code were slow."""
 
 
 class Timeline:
@@ -51,11 +51,11 @@ class Timeline:
         self.at(self.now + delay_s, act, *args)
 
     def soon(self, process: SimulatedProcess | None, act: Act, *args: Any) -> None:
-        """Call `act` now, after earlier requests for now."""
+        """Call `act` now, after everything else that was requested for now."""
         self._soon.append((process, act, args))
 
     def run(self) -> None:
-        """Run scheduled acts in order, each with all that follows from it immediately, until `stop`.
+        """Run scheduled acts in order until `stop`. What an act requests for now runs before the next one.
         Raises the error passed to `fail`."""
         later, soon = self._later, self._soon
         while not self._stopped:
@@ -75,22 +75,22 @@ class Timeline:
         self._stopped = True
 
     def fail(self, error: BaseException) -> None:
-        """End the schedule with an error from a place where nobody could raise it."""
+        """End the schedule with an error from code that cannot raise it to `run`."""
         self._error = self._error or error
 
 
 class SimulatedProcess:
-    """Runs until killed. While it is frozen, its events wait for the thaw."""
+    """A process that runs until it is killed. While it is frozen, its events wait for the thaw."""
 
     def __init__(self, timeline: Timeline, name: str, seed: str, takes_s: Takes, *, stutters: float = 0.0) -> None:
-        """`stutters`: probability that two looks at the clock within a moment are `STUTTER_S` apart."""
+        """`stutters`: probability that two looks at the clock, one right after the other, are `STUTTER_S` apart."""
         self.timeline = timeline
         self.name = name
         self.alive = True
         self.frozen = False
         self.turns = 0
         self.kill_at: tuple[int, Callable[[], None]] | None = None
-        """After this number of callbacks, the function is called instead of the next one."""
+        """A number of callbacks and a function. The function is called instead of the callback with this number."""
         self.random = random.Random(f"process {seed}")
         self.loop: Any = VirtualLoop(self)
         self.threads: list[VirtualThreads] = []
@@ -144,16 +144,16 @@ class SimulatedProcess:
             self.timeline.soon(self, act, *args)
 
     def kill(self) -> None:
-        """Like SIGKILL: nothing of it runs any more, not even its cleanup."""
+        """Like SIGKILL: nothing in this process runs any more, not even its cleanup."""
         self.alive = self.frozen = False
         self._backlog.clear()
-        # Keep references: a task that nobody holds runs its `finally` blocks.
+        # Keep references: a task runs its `finally` blocks when nobody holds a reference to it.
         self._orphans = {task for task in self.loop.tasks if not task.done()}
 
     def bury(self) -> None:
         """The schedule is over: drop the remaining work silently."""
         for task in self._orphans:
-            with contextlib.suppress(BaseException):  # it would continue in its `finally` blocks
+            with contextlib.suppress(BaseException):  # its `finally` blocks run here, and may fail
                 task.get_coro().close()
         self._orphans.clear()
 
@@ -164,7 +164,7 @@ class SimulatedProcess:
 
 
 class VirtualTask(Task[T]):
-    """A task whose hash is its number: otherwise the order of sets of tasks would depend on memory addresses."""
+    """A task whose hash is its number. Otherwise the order of a set of tasks would depend on memory addresses."""
 
     def __init__(self, coro: Any, *, number: int, loop: Any, name: str | None) -> None:
         self._number = number
@@ -175,12 +175,12 @@ class VirtualTask(Task[T]):
 
 
 class VirtualThreads(Executor):
-    """Threads of one process. A job takes a random time, and does its work at one moment within it."""
+    """Threads of one process. A job takes a random time, and does all its work at one moment within that time."""
 
     def __init__(self, process: SimulatedProcess, count: int, name: str, takes_s: float) -> None:
         self.name = name
         self.under_way: list[Callable[[], Any]] = []
-        """Jobs that have started and not done their work yet."""
+        """Jobs that have started and have not done their work yet."""
         self._process = process
         self._free = count
         self._takes_s = takes_s
@@ -237,7 +237,7 @@ class VirtualLoop:
         self._timeline = process.timeline
         self.get_debug = bool  # returns False without a Python frame: it is called for every handle
         self.tasks: WeakSet[Task[Any]] = WeakSet()
-        """Tasks of this process: asyncio.all_tasks would search those of all schedules so far."""
+        """Tasks of this process. asyncio.all_tasks would search the tasks of all schedules so far."""
         self._as_loop: Any = self
         self._tasks_made = 0
 
@@ -260,7 +260,7 @@ class VirtualLoop:
         return handle
 
     def _timer_handle_cancelled(self, handle: TimerHandle) -> None:
-        """Do nothing: the handle stays queued, and is skipped."""
+        """Do nothing: the handle stays in the queue, and is skipped there."""
 
     def create_future(self) -> Future[Any]:
         return Future(loop=self._as_loop)
@@ -282,7 +282,7 @@ class VirtualLoop:
         return False
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """An uncaught error is a bug of the product, or a violation."""
+        """Fail the schedule: an uncaught error is a bug in the product, or a violation."""
         error = context.get("exception")
         if error is not None and self._process.alive:
             self._timeline.fail(error)

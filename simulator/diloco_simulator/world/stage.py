@@ -2,8 +2,8 @@
 tiny model that learners train, whose values count tokens.
 
 Training on one token adds `PATTERN` to the parameters: small whole numbers that differ between neighbors. So the
-training can be read off the values, and float32 is exact for all tokens of a schedule. Metrics and logs are silent
-here, except for errors that the product only logs: a schedule fails on those without a cause.
+values show what was trained, and float32 is exact for all tokens of a schedule. Metrics and logs are silent here,
+except for errors that the product only logs: a schedule fails if such an error has no cause.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from diloco_worker.core.momentum import Companion, Momenta
 from diloco_worker.core.replica import Replica
 
 SHAPES = {"body": (31, 2), "head": (8, 2), "limbs": (31, 2), "norm": (3,), "trunk": (31, 2)}
-"""Each is too small to be watched for undone versions: whole numbers often look like it."""
+"""Each tensor is too small to be watched for undone versions: changes by whole numbers often look like undone ones."""
 AVERAGED = ("head",)
-"""Merged by plain mean."""
+"""Parameters that are merged by a plain mean."""
 COMPANION = "head"
-"""The companion, in schedules that have one. It is trained like the others, and its values stay predictable: steps
-forget nothing of it, and its second moment limits nothing."""
+"""The companion, in schedules that have one. It is trained like the parameters, and its values stay predictable: steps
+do not make it decay, and its second moment does not limit it."""
 NUM_ELEMENTS = sum(math.prod(shape) for shape in SHAPES.values())
 PATTERN = torch.arange(NUM_ELEMENTS).remainder_(3).add_(1).float()
 
@@ -43,11 +43,11 @@ class Counting(nn.Module):
     def __init__(self, flat: Tensor, *, has_buffer: bool = False) -> None:
         """Every parameter begins with its part of `flat`, float32 [NUM_ELEMENTS]."""
         super().__init__()
-        if has_buffer:  # a mean of several tells nothing about tokens, so its values are not checked
+        if has_buffer:  # the mean of several buffers says nothing about tokens, so its values are not checked
             self.register_buffer("seen", torch.zeros(2))
         self.flat = flat.clone()
         self.trained = torch.zeros(NUM_ELEMENTS)
-        """Added by training so far, regardless of versions applied since."""
+        """What training has added so far. Versions that are applied do not change it."""
         offset = 0
         for name, shape in SHAPES.items():
             size = int(torch.Size(shape).numel())
@@ -88,7 +88,7 @@ class _Flat:
     def part(self, flat: Tensor, fragment: Fragment) -> Tensor:
         self._model.flat.copy_(flat)
         out = torch.empty(fragment.num_elements)
-        self._replica.parameters.read(fragment, out)  # whatever their kind
+        self._replica.parameters.read(fragment, out)  # also for fragments of other kinds
         return out
 
 
@@ -115,7 +115,7 @@ class Stage(ABC):
         self.timeline = Timeline()
         self.faults: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
-        """Counts of events, for the report of a run."""
+        """Counts of events, for the report on a run."""
         self.network = Network(self.timeline, options, self.faults, self.said)
         self.learner_ids = tuple(f"w{i}" for i in range(options.learners))
         self.starts: Counter[str] = Counter()
@@ -156,15 +156,15 @@ class Stage(ABC):
 
     @abstractmethod
     def begins(self, index: int) -> None:
-        """A shard is about to serve what its disk has returned."""
+        """A shard is about to serve what it read from its disk."""
 
     @abstractmethod
     def crash_shard(self, index: int, *, noticed: bool, back_after_s: float, at_await: bool = False) -> None:
-        """The shard ends, and is started again later."""
+        """End a shard, and start it again later."""
 
 
 class Chronicle(MemoryHistory):
-    """The history of one process, followed while it is written."""
+    """The history of one process. The stage follows it while it is written."""
 
     def __init__(self, stage: Stage, name: str) -> None:
         super().__init__(lambda: stage.timeline.now)

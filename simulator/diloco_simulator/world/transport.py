@@ -1,5 +1,5 @@
-"""`diloco_common.ports.Transport` over the simulated network: the five calls, without gRPC; and the wire as an
-untrusted caller meets it, whose identity is checked and whose messages go through protobuf.
+"""`diloco_common.ports.Transport` over the simulated network: the calls of the wire, without gRPC. For untrusted
+callers, it also checks their identity and passes their messages through protobuf.
 
 Honest processes pass values directly, which is faster. A shard's messages can be encoded here to check that they fit
 the wire.
@@ -58,9 +58,9 @@ class MemoryTransport:
         leaving: Leaving = lambda header, payload: (header, payload),
     ) -> None:
         """`pushing` is called with every push, `answered` with the answer: the code of a refusal, or "". `leaving`
-        makes of a push what really leaves the process.
+        turns a push into what really leaves the process.
 
-        A call that is silent for `keepalive_s` seconds breaks.
+        A call breaks if there is no answer for `keepalive_s` seconds.
         """
         self._network = network
         self._process = process
@@ -109,7 +109,7 @@ class MemoryTransport:
         await self._ask(lambda service, _: service.leave(caller), timeout_s)
 
     async def close(self, grace_s: float) -> None:
-        """Nothing: calls end with their callers."""
+        """Do nothing: calls end with their callers."""
 
     async def _ask(self, act: Callable[[ShardService, Any], Awaitable[T]], timeout_s: float, *parts: Any) -> T:
         call = self._open(_once(act), is_short=True)
@@ -191,9 +191,9 @@ class WireDoor:
     """A shard's service for one untrusted caller: a `ports.ShardService`."""
 
     def __init__(self, service: ShardService, proven: str | None, has_model: Callable[[], bool]) -> None:
-        """`proven`: the learner id that this caller has proven, and the only one it can use. None: any.
+        """`proven`: the learner id that this caller has proven, and the only one it can use. None: it can use any id.
 
-        `has_model`: whether the shard has a model that can no longer be replaced. A trusted learner brings the first.
+        `has_model`: whether the shard has a model that can no longer be replaced. A trusted learner seeds the first.
         """
         self._service = service
         self._proven = proven
