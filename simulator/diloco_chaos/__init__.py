@@ -2,7 +2,7 @@
 
 __main__.py  the command, from the fault-free run to the exit code
 faults.py    the faults: their plan, a pure function of the seed, and the cluster that they are injected into
-result.py    how much work got through, the longest pause of a living worker; as numbers and in words
+result.py    how much work got through, and the longest pause of a living worker, as numbers and in words
 
 diloco_simulator/verify/judge.py judges whether the promises were kept.
 """

@@ -44,7 +44,7 @@ _OURS: dict[str, object] = {
 }
 app = new_app("diloco_chaos", "Hurt a cluster on this machine, and check that nothing is lost.")
 DEFAULTS = {name: Given(value, "a default of chaos") for name, value in _OURS.items()}
-"""A week of training in minutes: small steps of a fixed length that leave the machine mostly idle."""
+"""They pack a week of training into minutes: small steps of a fixed length that leave the machine mostly idle."""
 _MINUTES = number(float, 0.01, 10_000.0, "minutes, from 0.01 to 10000")
 _SECONDS = number(units.seconds, 0.1, 10_000.0, "seconds, from 0.1 to 10000, such as 5s")
 _SHARE = number(float, 0.0, 0.9, "a share, from 0 to 0.9")

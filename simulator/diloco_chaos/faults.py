@@ -1,6 +1,6 @@
 """The faults of a run: their plan, a pure function of the seed and the size of the cluster, and the cluster they hit.
 
-`ChaosCluster` runs on the main thread, which gets the signals and whose end its children follow.
+`ChaosCluster` runs on the main thread. This thread gets the signals, and child processes end when it ends.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TIMES = {
     FaultKind.KILL: (0.2, 2.0),
     FaultKind.FREEZE: (1.0, 10.0),
 }
-"""Shortest and longest time of a fault of a shard, in seconds."""
+"""Shortest and longest duration of a shard's fault, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Fault:
     target: str
     """Name of a process."""
     for_s: float
-    """Seconds until the process is started again or goes on."""
+    """Seconds until the process is started again, or resumed."""
 
     def __str__(self) -> str:
         return f"{self.at_s:7.1f} s  {self.kind.value:6}  {self.target:10}  for {self.for_s:.1f} s"
@@ -69,8 +69,8 @@ def make_plan(
 ) -> tuple[Fault, ...]:
     """One fault in every interval of `every_s`, at a random moment. It hits a healthy process.
 
-    `seconds`: the measured time; a fault may last longer. `dead_share`: of all worker-seconds, for which workers should
-    be dead or frozen.
+    `seconds`: the measured time; a fault may last longer. `dead_share`: the share of all worker-seconds for which
+    workers should be dead or frozen.
     """
     chance = random.Random(seed)
     shard_share = max(SHARD_SHARE, len(shards) / (len(shards) + len(workers)))
@@ -79,7 +79,7 @@ def make_plan(
         at_s = (interval + chance.uniform(0.1, 0.9)) * every_s
         kind = FaultKind.KILL if chance.random() < KILL_SHARE else FaultKind.FREEZE
         to_shard = chance.random() < shard_share
-        away_s = chance.uniform(*(TIMES[kind] if to_shard else (0.5, 1.5)))  # of a worker: stretched below
+        away_s = chance.uniform(*(TIMES[kind] if to_shard else (0.5, 1.5)))  # a worker's is stretched below
         drafts.append((Fault(at_s, kind, "", away_s), to_shard))
     absences = [fault for fault, to_shard in drafts if not to_shard]
     stretch = _stretch(absences, seconds, dead_share * len(workers))
@@ -99,7 +99,7 @@ def make_plan(
 
 
 def _stretch(faults: Sequence[Fault], seconds: float, dead_share: float) -> float:
-    """The factor for all durations with which they add up to this share of the measured time."""
+    """The factor by which to stretch all durations so that they add up to this share of the measured time."""
     if not faults:
         return 1.0
     low, high = 0.0, seconds / 3.0  # no absence is longer than half the measured time
@@ -119,7 +119,7 @@ class InjectedFault:
     target: str
     began: float
     ended: float
-    """When the process was started again or went on."""
+    """When the process was started again, or resumed."""
 
 
 @dataclass
@@ -132,7 +132,7 @@ class ChaosRun:
     """When the measured time was over."""
     faults: list[InjectedFault] = field(default_factory=list)
     exits: list[str] = field(default_factory=list)
-    """Processes that ended by themselves or made no progress in the end, in words."""
+    """Messages about processes that ended by themselves, or made no progress at the end."""
     healed_s: float | None = None
     """Seconds from the last fault until every worker and every shard had made progress; None: some did not."""
 
@@ -152,7 +152,7 @@ class ChaosCluster:
         self._supervisor, self._interrupts, self._tell = supervisor, interrupts, tell
         self._children = Children(settings, files, Programs())
         self._run = ChaosRun()
-        self._frozen: list[tuple[float, str, float]] = []  # until when, who, and since when
+        self._frozen: list[tuple[float, str, float]] = []  # end of the freeze, name, begin of the freeze
 
     def run(self, plan: Sequence[Fault], seconds: float) -> ChaosRun:
         """Start the cluster, inject faults for `seconds` while it trains, let it heal, and stop it.
@@ -233,7 +233,7 @@ class ChaosCluster:
             self._frozen.append((now + fault.for_s, fault.target, now))
 
     def _thaw(self, now: float, *, all_of_them: bool = False) -> None:
-        """Let those go on whose time is over."""
+        """Resume the frozen processes whose time is over."""
         over = [one for one in self._frozen if all_of_them or now >= one[0]]
         self._frozen = [one for one in self._frozen if one not in over]
         for _, name, began in over:

@@ -1,9 +1,9 @@
 """How much work got through, from the histories and the faults of a run; and the result as numbers and in words.
 
 alive      from a worker's request to join until its kill, without the time during which it is frozen
-tokens     of merged contributions, per fragment of the model; one that is accepted twice (fenced off, then sent again)
-           counts once
-goodput    tokens per alive worker-second, or per second, divided by the same of a fault-free run of equal length
+tokens     of merged contributions, per fragment of the model; a contribution that is accepted twice (fenced off, then
+           sent again) counts once
+goodput    tokens per alive worker-second, or per second, divided by the same figure of a fault-free run as long
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ClusterWork:
     tokens: float
     """Trained in that time, and merged by the end of the run. Mean over the fragments."""
     step_s: float
-    """Median time of an inner step. If it is below that of a fault-free run, dead workers left the others more CPU."""
+    """Median time of an inner step. If it is shorter than in a fault-free run, dead workers left more CPU to others."""
 
     @property
     def per_alive_s(self) -> float:
@@ -70,7 +70,7 @@ def tokens_merged(histories: Histories, run: ChaosRun) -> Counter[tuple[str, int
 
 
 def tokens_at(process: Process, t: float) -> int:
-    """The learner's own count of tokens at a time; before its first step, its initial count."""
+    """The learner's own count of tokens at time `t`; before its first step, its initial count."""
     counts = [int(line["tokens"]) for line in process.of("born", "stepped") if line["t"] <= t]
     return counts[-1] if counts else int(process.lines[0]["tokens"])
 
@@ -87,9 +87,9 @@ def alive_times(process: Process, run: ChaosRun) -> Iterator[tuple[float, float]
 
 
 def longest_gaps(histories: Histories, run: ChaosRun) -> list[tuple[float, str]]:
-    """For each learner process, the longest time without an inner step, in seconds, and its name; longest first.
+    """For each learner process, the longest time without an inner step, in seconds, and its name. The longest is first.
 
-    Counts from its first step on, while it was alive and not frozen.
+    Time counts from the process's first step on, while it was alive and not frozen.
     """
     gaps = []
     for process in histories.learner_processes():
@@ -114,7 +114,7 @@ def death_of(process: Process, run: ChaosRun) -> float:
 
 
 def frozen_times(process: Process, run: ChaosRun) -> list[tuple[float, float]]:
-    """From when to when the process was frozen, in order."""
+    """The begin and end of each time that the process was frozen, in order."""
     faults = [fault for fault in run.faults if fault.kind == "freeze" and fault.target == process.name]
     return sorted((fault.began, fault.ended) for fault in faults if fault.ended > process.began)
 
@@ -135,7 +135,7 @@ CHECKS = {
     "stood_still": "living workers that stood still",
     "unplanned": "processes that ended or made no progress",
 }
-"""Check, as in the result -> what it counts, in words."""
+"""Name of a check in the result -> what the check counts."""
 
 
 def make_baseline(histories: Histories, run: ChaosRun) -> Result:

@@ -1,4 +1,4 @@
-"""One arm of a comparison: all settings of the product, and the conditions of its runs.
+"""One arm of a comparison: all settings of the product, and the conditions for its runs.
 
 An arm is a TOML file: the usual settings, and the conditions in a table `lab`:
 
@@ -47,7 +47,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 def validated(model: type[M], tree: Mapping[str, Any], where: str, section: str = "") -> M:
     """Validate `tree` as a `model`. Raises ConfigError, with a line for each mistake.
 
-    `where` names the file or arm in messages; `section` is the name of the table, if `tree` is not a whole file.
+    `where` names the file or arm in messages. `section` is the name of the table if `tree` is not a whole file.
     """
     try:
         return model.model_validate(tree)
@@ -79,7 +79,7 @@ def _names(model: type[BaseModel], section: str) -> list[str]:
 
 
 class LabTrain(TrainSettings):
-    """The inner optimizer, with what the built-in training of the node holds constant (`Decays`)."""
+    """The inner optimizer, with the values that are constants in the node's built-in training (`Decays`)."""
 
     weight_decay: float = Field(default=Decays.weight_decay, ge=0)
     beta1: float = Field(default=Decays.beta1, ge=0, lt=1)
@@ -88,7 +88,7 @@ class LabTrain(TrainSettings):
 
 
 def decays_of(train: TrainSettings) -> Decays:
-    """Those of the lab, or else the constants."""
+    """The decays in the lab's settings, or else the constants."""
     if not isinstance(train, LabTrain):
         return Decays()
     return Decays(train.weight_decay, train.beta1, train.beta2, train.muon_momentum)
@@ -110,41 +110,41 @@ class Conditions(Section):
     """The conditions of a run."""
 
     method: Literal["decoupled", "data-parallel", "classic", "one-process"] = "decoupled"
-    """"decoupled": the production cores. The others are references that share no code with them. "data-parallel": one
-    model that steps on the batches of all learners; "classic": synchronous DiLoCo in float32; "one-process": `batches`
-    batches of one learner per step. For one learner with the outer step, use "decoupled" with `learners` 1."""
+    """"decoupled": the production cores. The others are references that share no code with the cores. "data-parallel":
+    one model that steps on the batches of all learners. "classic": synchronous DiLoCo in float32. "one-process":
+    `batches` batches of one learner per step. For one learner with outer steps, use "decoupled" with `learners` 1."""
     learners: int = Field(default=4, ge=1, le=256)
     shards: int = Field(default=2, ge=1, le=64)
     speeds: tuple[float, ...] = ()
-    """Relative speed of each learner; empty: all 1."""
+    """Relative speed of each learner. Empty: all have speed 1."""
     noise: float = Field(default=0.0, ge=0, lt=1)
-    """Each step time varies by up to this share."""
+    """Each step time varies randomly by up to this share."""
     delay: float = Field(default=0.0, ge=0)
-    """Added delay of every push and every new version, in inner steps."""
+    """Delay that is added to every push and every new version, in inner steps."""
     drop: float = Field(default=0.0, ge=0, lt=1)
-    """Share of pushes that are lost, and sent again after `retry`."""
+    """Share of pushes that are lost and sent again after `retry`."""
     retry: float = Field(default=12.0, ge=0)
-    """In inner steps. A learner sends again 0.2 s after a call failed, and 15 s after one that was never answered."""
+    """In inner steps. A real learner sends again 0.2 s after a failed call, and 15 s after one that gets no answer."""
     kill_every: float = Field(default=0.0, ge=0)
-    """Versions between two deaths; 0: no deaths. Learners die in turn, and lose everything that their process held."""
+    """Versions between two deaths; 0: no deaths. Learners die in turn, and lose all that was in their process."""
     away: float = Field(default=24.0, gt=0)
     """Inner steps until a dead learner is back, with the global model and new optimizer state."""
     non_iid: float = Field(default=0.0, ge=0, le=1)
-    """How much the data of learners differ. 0: all draw from all data; 1: each from its own part."""
+    """How much the learners' data differ. 0: all draw from all the data. 1: each draws from its own part."""
     batches: int = Field(default=1, ge=1)
     """Batches per step of "one-process"."""
 
 
 @dataclass(frozen=True)
 class Arm:
-    """Settings and conditions to be compared with others."""
+    """Settings and conditions to compare with those of other arms."""
 
     name: str
     settings: LabSettings
     """As given by the user."""
     conditions: Conditions
     model: str = ""
-    """mypkg.mymod:build; empty: the built-in model."""
+    """mypkg.mymod:build. Empty: the built-in model."""
 
     def seeded(self, seed: int) -> LabSettings:
         """The settings of one run. The default budget is 40 versions of each fragment."""
@@ -154,7 +154,7 @@ class Arm:
         return settings.model_copy(update={"run": run.model_copy(update={"seed": seed, "tokens": tokens})})
 
     def facts(self, seed: int) -> dict[str, Any]:
-        """Everything that the result of a run depends on, as JSON."""
+        """Everything on which the result of a run depends, as JSON."""
         settings = self.seeded(seed)
         content = settings.model_dump(mode="json")
         learnt = {key: content[key] for key in LEARNT_FROM}
@@ -162,7 +162,7 @@ class Arm:
         return {"settings": learnt, "lab": conditions, "model": self.model, "rules": self._sources(settings)}
 
     def _sources(self, settings: LabSettings) -> dict[str, str]:
-        """Setting -> name and source digest of each extension: after an edit, the run counts as another one."""
+        """Setting -> name and source digest of the extension. If its file is edited, the run counts as a new one."""
         learners = {"train.optimizer": ("diloco.inner", settings.train.optimizer), "model": ("diloco.task", self.model)}
         found = {
             what: f"{name} {find(group, name).source}" for what, (group, name) in learners.items() if is_extension(name)
@@ -170,7 +170,7 @@ class Arm:
         return find_rules(settings).sources | found
 
     def key(self, seed: int) -> str:
-        """Equal for equal runs, whatever the names of their arms."""
+        """A key that is equal for equal runs, whatever the names of their arms."""
         return _digest(self.facts(seed))
 
     def with_value(self, path: str, value: Any) -> Arm:
@@ -204,8 +204,8 @@ def without_gone(recorded: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[st
 
 def key_today(line: Mapping[str, Any]) -> str:
     """The key of a recorded result. Settings that are newer than the result get their defaults, which change nothing.
-    Removed settings are ignored if they had the value of today's constant. Raises KeyError and ValidationError if they
-    had another one."""
+    Removed settings are ignored if they had the value of today's constant; else this raises ValidationError. Raises
+    KeyError if the line lacks a part."""
     settings = LabSettings.model_validate(without_gone(line["settings"])).model_dump(mode="json")
     learnt = {key: settings[key] for key in LEARNT_FROM}
     conditions = Conditions.model_validate(line["lab"]).model_dump(mode="json")
@@ -234,5 +234,5 @@ def make_arm(name: str, content: dict[str, Any], model: str = "") -> Arm:
 
 
 def load_arm(path: Path, model: str = "") -> Arm:
-    """Read an arm from a TOML file, and name it after the file. Raises ConfigError."""
+    """Read an arm from a TOML file. The arm is named after the file. Raises ConfigError."""
     return make_arm(path.stem, read_toml(path), model)

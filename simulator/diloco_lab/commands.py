@@ -1,6 +1,6 @@
 """The commands of this distribution, which `diloco` finds here (`diloco_common/command.py`), and `diloco lab` itself.
 
-Imports no torch before a command runs, so help is fast.
+No command imports torch before it runs, so help is fast.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _FROM_1 = number(units.whole, 1, 10**6, "a number from 1")
 @Parameter(name="*")
 @dataclass(frozen=True)
 class ResultsOptions:
-    """How many runs at once, and where their results go."""
+    """How many runs to do at once, and where their results go."""
 
     jobs: Annotated[int, Parameter(converter=_FROM_1, metavar="N", help="runs at once, a core each")] = 1
     out: Annotated[
@@ -58,7 +58,7 @@ class LabOptions:
     """Options of both `compare` and `sweep`."""
 
     seeds: Annotated[int, Parameter(converter=_FROM_1, metavar="N", help="seeds per arm")] = 2
-    first_seed: Annotated[int, Parameter(metavar="SEED", help="the others follow")] = 0
+    first_seed: Annotated[int, Parameter(metavar="SEED", help="the other seeds follow it")] = 0
     model: Annotated[
         str, Parameter(metavar="PKG.MOD:BUILD", help="a model of your own (docs/lab.md)", show_default=False)
     ] = ""
@@ -70,7 +70,7 @@ class LabOptions:
 
 @app.command(help="run arms over the same seeds, and show their paired gaps")
 def compare(
-    arms: Annotated[list[Path], Parameter(metavar="ARM.toml", help="the first is what others are held to")],
+    arms: Annotated[list[Path], Parameter(metavar="ARM.toml", help="others are compared with the first")],
     /,
     *,
     options: LabOptions = LabOptions(),
@@ -113,14 +113,14 @@ def sweep(
     return EXIT_OK
 
 
-@app.command(help="tune all arms alike, then hold them against each other")
+@app.command(help="tune all arms in the same way, then compare them")
 def protocol(
     file: Annotated[Path, Parameter(metavar="PROTOCOL.toml")],
     /,
     *,
     results: ResultsOptions = ResultsOptions(),
     page: Annotated[
-        Path | None, Parameter(metavar="FILE", help="the tables in markdown, anew after every seed")
+        Path | None, Parameter(metavar="FILE", help="the tables in markdown, rewritten as results come")
     ] = None,
 ) -> int:
     """Run the missing parts of a protocol; the page is rewritten after every seed."""

@@ -5,10 +5,10 @@ shards (`diloco_server.core`), learners (`diloco_worker.core`) and encodings.
 There are no processes, threads or network, so comparing settings costs no more than the training itself.
 
 Time is counted in inner steps of a learner of speed 1. At a step boundary, a learner processes arrivals and answers
-rounds in the order of `diloco_worker.learner`. Learners are out of phase, as in reality: their first steps end evenly
-spread over one step. A push reaches the shard `PUSH` after the snapshot. A new version reaches the learner
+rounds in the order of `diloco_worker.learner`. Learners are out of phase, as in reality: the ends of their first steps
+are spread evenly over one step. A push reaches the shard `PUSH` after the snapshot. A new version reaches the learner
 `OVERLAP_STEPS` - 1 after its commit, so learners of equal speed apply it `OVERLAP_STEPS` boundaries after their
-snapshot. Conditions add a delay to both, lose pushes, or kill learners.
+snapshot. Conditions may delay both, lose pushes, or kill learners.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.replica import Replica
 
 TICK = 0.1
-"""Inner steps between two ticks of the shards: the resolution of grace windows."""
+"""Inner steps between two ticks of the shards. Grace windows have this resolution."""
 PUSH = TICK
-"""Inner steps from a snapshot until it is at the shard."""
+"""Inner steps from a snapshot until its contribution reaches the shard."""
 NOTICE = TICK / 5
 """Inner steps until a learner hears a directive."""
 STALLED = 50
@@ -63,10 +63,10 @@ Arrival = Callable[[LearnerCore], object]
 
 @dataclass
 class LockstepOutcome:
-    """The results of a run, in figures. For the model, see `LockstepRun.global_model`."""
+    """The results of a run as numbers. For the model, see `LockstepRun.global_model`."""
 
     tokens_trained: int = 0
-    """Tokens of all learners, merged or not."""
+    """Tokens that all learners trained, merged or not."""
     duration: float = 0.0
     """Virtual time, in inner steps of a learner of speed 1."""
     versions: int = 0
@@ -81,7 +81,7 @@ class LockstepOutcome:
     fates: dict[str, int] = field(default_factory=dict)
     """Number of contributions by fate."""
     stalled: bool = False
-    """Whether it ended early: nothing was merged for long, or values are not finite. Counts as diverged."""
+    """Whether the run ended early: nothing was merged for long, or values are not finite. It counts as diverged."""
 
 
 class Clock:
@@ -113,7 +113,7 @@ class ShardRig(LockstepShard):
 
 
 class LearnerRig:
-    """A learner and its training loop, without sockets and threads."""
+    """A learner and its training loop, without sockets or threads."""
 
     def __init__(self, run: LockstepRun, index: int) -> None:
         settings, conditions = run.settings, run.conditions
@@ -125,7 +125,7 @@ class LearnerRig:
         self._run = run
         self.index = index
         self._inbox: list[Arrival] = []
-        self._held: dict[int, tuple[int, Tensor]] = {}  # fragment -> version and values fetched last
+        self._held: dict[int, tuple[int, Tensor]] = {}  # fragment -> the last fetched version and its values
         speed = conditions.speeds[index] if conditions.speeds else 1.0
         key = f"{settings.run.seed}/{self.learner_id}"
         self._step_time = _step_times(speed, conditions.noise, key)
@@ -165,7 +165,7 @@ class LearnerRig:
         self.step()
 
     def after(self, delay: float, call: Callable[[], object]) -> None:
-        """Make a call later, if the learner lives until then."""
+        """Make a call later, if this process of the learner still lives then."""
         life = self.core
 
         def call_if_alive() -> None:
@@ -269,7 +269,7 @@ class LearnerRig:
 
 
 class LockstepRun:
-    """Shards and learners of one run, and their common clock."""
+    """The shards and learners of one run, and their common clock."""
 
     def __init__(self, settings: Settings, task: Task, conditions: Conditions) -> None:
         self.settings, self.task, self.conditions = settings, task, conditions
@@ -279,10 +279,10 @@ class LockstepRun:
         self.inner = self.make_inner()
         self.shards = [ShardRig(self, i, conditions.shards) for i in range(conditions.shards)]
         self.learners = {rig.learner_id: rig for rig in (LearnerRig(self, i) for i in range(conditions.learners))}
-        self._merged, self._merged_at = 0, 0.0  # by all shards, and when that grew last
+        self._merged, self._merged_at = 0, 0.0  # tokens merged by all shards, and when that number last grew
 
     def make_inner(self) -> InnerSteps:
-        """Trains the models. A benchmark may give each learner its own optimizer."""
+        """What trains the models. A benchmark may give each learner its own optimizer."""
         return InnerSteps(self.settings, self.task, self.conditions.learners)
 
     @property
@@ -310,7 +310,7 @@ class LockstepRun:
         return self._finish()
 
     def begin(self) -> None:
-        """All learners join. From here on the clock decides what happens."""
+        """Let all learners join. From here on the clock decides what happens."""
         for learner in self.learners.values():
             learner.join(self.shards)
         for i, learner in enumerate(self.learners.values()):
@@ -365,6 +365,6 @@ class LockstepRun:
 
 
 def _step_times(speed: float, noise: float, key: str) -> Callable[[], float]:
-    """Durations of a learner's inner steps, equal in every run."""
+    """Draws the durations of a learner's inner steps, which are equal in every run."""
     draw = random.Random(key)
     return lambda: (1.0 + noise * (2 * draw.random() - 1.0 if noise else 0.0)) / speed

@@ -4,7 +4,7 @@
     tune_versions = 40            # horizon of the trials; without it, each horizon is tuned separately
     tune_seeds = 3                # counted from 1000 on
     report_seeds = 10             # counted from 0 on
-    edges = "refuse"              # a best value at the edge of its axis is an error; "report": only a doubt
+    edges = "refuse"              # a best value at the edge of its axis is an error; with "report", only a doubt
     [versions]                    # horizons by number of learners, in units of the H of [base]
     4 = [40, 160]
     8 = [160]
@@ -19,7 +19,7 @@
     [arms.parallel.settings.lab]  # settings of one arm
     method = "data-parallel"
 
-One half of the held-out text selects values, the other is reported. The first arm is compared with each other one.
+One half of the held-out text selects values, the other gives the reported loss. The first arm is compared with others.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Point = tuple[int, ...]
 
 
 def proposals(axes: Axes, tried: Mapping[Point, float], trials: int) -> list[Point]:
-    """The points to try next, all at once; empty: the search is over. `tried`: point -> loss to select by."""
+    """The points to try next, all at once. Empty: the search is over. `tried`: point -> the loss that selects."""
     if not tried:
         return [tuple((len(values) - 1) // 2 for values in axes.values())]
     best = min(tried, key=lambda point: (tried[point], point))
@@ -72,7 +72,7 @@ AT_EDGE = "lies at the edge of its axis"
 
 
 def doubts(axes: Axes, tried: Mapping[Point, float], closed: Sequence[str] = ()) -> list[str]:
-    """Why the best point may be no optimum; empty: it is one. `closed`: axes that end where the possible values end."""
+    """Why the best point may not be an optimum. Empty: it is one. `closed`: axes that end where possible values end."""
     best = min(tried, key=lambda point: (tried[point], point))
     said = []
     for axis, (setting, values) in enumerate(axes.items()):
@@ -137,8 +137,8 @@ class Protocol(Section):
         steps = versions * sync.first_every
         if steps % own:
             raise ConfigError(
-                f"{name}: with H = {own}, {steps} inner steps are no whole number of rounds. All arms have to train on "
-                f"as many tokens: take an H that divides {steps}"
+                f"{name}: with H = {own}, {steps} inner steps are not a whole number of rounds. All arms must train on "
+                f"equally many tokens: take an H that divides {steps}"
             )
         tokens = steps * learners * settings.train.batch * settings.model.context
         content["run"] = {**content.get("run", {}), "tokens": tokens}
@@ -156,12 +156,12 @@ class Tuned:
     trials: int
     diverged: int
     doubts: Sequence[str]
-    """Why they may be no optimum."""
+    """Why they may not be an optimum."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A row group of the report: all arms at one number of learners and one horizon."""
+    """A group of rows in the report: all arms at one number of learners and one horizon."""
 
     learners: int
     versions: int
@@ -189,8 +189,8 @@ def carry_out(protocol: Protocol, run_all: RunAll) -> Iterator[tuple[list[Cell],
             cells.append(Cell(learners, versions, tuned, arms))
         if protocol.edges == "refuse" and (found := _at_edges(cells)):
             raise ConfigError(
-                f"{'; '.join(found)}. A better value may lie beyond: add some there, and give the command again "
-                'with the same --out, which keeps what was run. edges = "report" goes on, and says so on the page'
+                f"{'; '.join(found)}. A better value may lie beyond: add values there, and run the command again with "
+                'the same --out, which keeps finished runs. With edges = "report" it goes on, and the page says so'
             )
         mine = [arm for cell in cells if cell.learners == learners for arm in cell.arms.values()]
         lines |= run_all(mine, range(protocol.report_seeds))
@@ -258,7 +258,7 @@ def seeds_of(cell: Cell, lines: Lines, names: Sequence[str]) -> list[int]:
 
 
 def gap_to(cell: Cell, lines: Lines, name: str, base: str) -> Gap | None:
-    """The paired gap over the seeds in which neither diverged; None if there are none."""
+    """The paired gap over the seeds with which neither arm diverged. None: there are no such seeds."""
     return gap(cell.arms[name], cell.arms[base], seeds_of(cell, lines, (name, base)), lines)
 
 

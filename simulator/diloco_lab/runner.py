@@ -1,7 +1,7 @@
-"""Runs arms with all seeds, several at once and none twice, estimates the time left, and shows what they came to.
+"""Runs arms with all seeds, several at once and none twice, estimates the time left, and shows the results.
 
 Results are JSON lines with every setting. A run whose line is in the file is not repeated, so a stopped command resumes
-where it was.
+where it stopped.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CURVE_POINTS = 12
 def run_all(
     arms: Sequence[Arm], seeds: Sequence[int], path: Path, jobs: int, say: Callable[[str], None]
 ) -> dict[str, Line]:
-    """Run whatever is missing in the file of results. Returns all requested results by key."""
+    """Do all runs that are missing in the file of results. Returns all requested results by key."""
     done = load(path)
     wanted = {arm.key(seed): (arm, seed) for seed in seeds for arm in arms}
     missing = [pair for key, pair in wanted.items() if key not in done]
@@ -61,7 +61,7 @@ def run_all(
 def run(arm: Arm, seed: int) -> Line:
     """One run on one thread. Equal runs give equal lines, except for `wall_s`."""
     torch.set_num_threads(1)
-    tune_allocator()  # tensors of a step come and go: 15 % of the time of data-parallel runs
+    tune_allocator()  # allocating the tensors of each step would take 15 % of the time of data-parallel runs
     began = time.perf_counter()
     settings = arm.seeded(seed)
     task = builder(arm.model)(settings, arm.conditions.non_iid)
@@ -107,7 +107,7 @@ def _results(pairs: Sequence[Pair], jobs: int) -> Iterator[Line]:
 
 
 def load(path: Path) -> dict[str, Line]:
-    """The results in a file, by key; none without a file. Skips torn lines, and those with settings that are gone."""
+    """The results in a file, by key; none without a file. Skips torn lines, and those with removed settings."""
     found: dict[str, Line] = {}
     for text in path.read_text().splitlines() if path.exists() else ():
         try:
@@ -189,14 +189,14 @@ def paired_gap(arm: Sequence[float], base: Sequence[float]) -> Gap:
 
 
 def gap(arm: Arm, base: Arm, seeds: Sequence[int], lines: Mapping[str, Line]) -> Gap | None:
-    """The paired gap over the seeds in which neither diverged; None if there are none."""
+    """The paired gap over the seeds with which neither arm diverged. None: there are no such seeds."""
     pairs = [(lines[arm.key(s)]["result"], lines[base.key(s)]["result"]) for s in seeds]
     whole = [(a["loss"], b["loss"]) for a, b in pairs if not a["diverged"] and not b["diverged"]]
     return paired_gap([a for a, _ in whole], [b for _, b in whole]) if whole else None
 
 
 def comparison(arms: Sequence[Arm], seeds: Sequence[int], lines: Mapping[str, Line]) -> str:
-    """Each arm's mean, and its paired gap to the first arm with the 95 % interval."""
+    """A table: each arm's mean loss, and its paired gap to the first arm with the 95 % interval."""
     base, rows = arms[0], [("arm", "loss", "diverged", f"above {arms[0].name}, paired, 95 %")]
     for arm in arms:
         results = [lines[arm.key(seed)]["result"] for seed in seeds]
@@ -210,7 +210,7 @@ def comparison(arms: Sequence[Arm], seeds: Sequence[int], lines: Mapping[str, Li
 def ranking(
     arms: Sequence[Arm], values: Sequence[Mapping[str, object]], seeds: Sequence[int], lines: Mapping[str, Line]
 ) -> str:
-    """The arms of a sweep, best first by the selecting half, and the best arm's values at an edge of the grid."""
+    """A table of a sweep's arms, the best on the selecting half first; and which best values are at the grid's edge."""
     losses = [fmean(selecting(lines[arm.key(seed)]) for seed in seeds) for arm in arms]
     order = sorted(range(len(arms)), key=lambda i: losses[i])
     names = list(values[0])
@@ -220,7 +220,7 @@ def ranking(
     for name in names:
         tried = sorted({v for setting in values if isinstance(v := setting[name], (int, float))})
         if len(tried) > 1 and best[name] in (tried[0], tried[-1]):
-            said.append(f"{name} = {best[name]} lies at the edge of what was tried: no optimum yet, widen the grid")
+            said.append(f"{name} = {best[name]} lies at the edge of the tried values and may be no optimum: widen them")
     return "\n".join([table(rows), *said])
 
 

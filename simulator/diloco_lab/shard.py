@@ -1,4 +1,4 @@
-"""One shard without threads, disk or network: whatever its core asks for is done at once, in order.
+"""One shard without threads, disk or network: everything that its core asks for is done at once, in order.
 
 The lab and the numerics tests drive it, and pass in the time.
 """
@@ -64,10 +64,10 @@ class LockstepShard:
         return work()
 
     def failed(self, merge: MergeRound, error: Exception) -> None:
-        """The error ends the run."""
+        """Nothing to do: the error ends the run."""
 
     async def keep(self, version: StoredVersion) -> None:
-        """Nothing outlives this process."""
+        """Keep nothing: no version outlives this process."""
 
     # ------------------------------------------------------------ the witness of its effects
 

@@ -1,8 +1,8 @@
 """The built-in models of many learners as one, so that one inner step of all learners is a few large operations.
 
-A row is one learner. A row holds all of its parameters one after another, as do the moments of its optimizer. The
-mathematics is that of `diloco_demo`, row by row: forward, backward, clip, Muon or AdamW, in float32. Only the order in
-which sums are rounded differs. It is written out because `torch.func.vmap` would lose the fused attention.
+A row is one learner. A row holds all of its parameters, one after another; the moments of its optimizer have the same
+layout. The mathematics is that of `diloco_demo`, row by row: forward, backward, clip, Muon or AdamW, in float32. Only
+the order in which sums are rounded differs. It is written out because `torch.func.vmap` loses the fused attention.
 
 Shapes: R rows that step, P parameters of a model, B sequences, T bytes, N = B T.
 """
@@ -31,7 +31,7 @@ ADAMW_EPS = 1e-8
 
 class Stack:
     def __init__(self, models: Sequence[GPT], train: TrainSettings) -> None:
-        """Turns the parameters of `models` into views of the stack. Call before anything else refers to them."""
+        """Turn the parameters of `models` into views of the stack. Call this before anything else refers to them."""
         shape = models[0]
         self.theta = torch.stack([torch.cat([p.detach().flatten() for p in model.parameters()]) for model in models])
         self.momentum, self._second = torch.zeros_like(self.theta), torch.zeros_like(self.theta)
@@ -70,8 +70,8 @@ class Stack:
         return found
 
     def step(self, rows: Tensor | None, inputs: Tensor, targets: Tensor, shares: Tensor) -> Tensor:
-        """An inner step of these rows, int64 [R] (None: all), at these shares of their highest rates, float32 [R].
-        Inputs and targets are int64 [R, B, T]. Returns the losses, [R]."""
+        """Take an inner step with these rows, int64 [R] (None: all), at these shares of their highest learning rates,
+        float32 [R]. Inputs and targets are int64 [R, B, T]. Returns the losses, [R]."""
         values = self.theta if rows is None else self.theta[rows]
         with torch.enable_grad():
             flat = values.detach().requires_grad_()

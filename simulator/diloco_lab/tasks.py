@@ -1,7 +1,7 @@
-"""Training tasks: a model, its data, its loss, its inner optimizer, and its evaluation; references that train one.
+"""Training tasks: a model, its data, its loss, its inner optimizer, and its evaluation; and references to compare with.
 
 References (classic DiLoCo, data-parallel) share no code with shard or learner, except the task and the learning-rate
-schedule. Progress is the share of tokens trained so far. Each returns the trained model.
+schedule. Their progress is the share of tokens trained so far. Each returns the trained model.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Task(Protocol):
         """A model with initial values, on the CPU."""
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """For one learner. The rate of a group is `lr_highest`, or else `lr`, times the schedule."""
+        """An optimizer for one learner. A group's learning rate is `lr_highest`, or else `lr`, times the schedule."""
 
     def stream(self, learner: int, learners: int) -> Stream: ...
 
@@ -62,11 +62,11 @@ class Stackable(Protocol):
     """A task that can step all learners at once, which is faster."""
 
     def stack(self, models: Sequence[nn.Module]) -> Stack | None:
-        """Turns the models into views of the stack. None: step them one by one."""
+        """Turn the models into views of a stack. None: step them one by one."""
 
 
 Build = Callable[[Settings, float], Task]
-"""Makes a task. The number says how much learners' data differ. 0: all draw from all data; 1: each from its part."""
+"""Makes a task. The number says how much learners' data differ. 0: all draw from all data. 1: each has its own part."""
 
 
 class BuiltIn:
@@ -81,7 +81,7 @@ class BuiltIn:
         return build_gpt(self.settings.model, self.settings.run.seed)
 
     def stack(self, models: Sequence[nn.Module]) -> Stack | None:
-        """All learners as one. None if their optimizer is an extension, or a subclass may change the task."""
+        """All learners as one. None if their optimizer is an extension, or if a subclass may have changed the task."""
         gpts, train = [model for model in models if type(model) is GPT], self.settings.train
         if type(self) is not BuiltIn or len(gpts) < max(2, len(models)) or is_extension(train.optimizer):
             return None
@@ -164,12 +164,12 @@ class InnerSteps:
         self._stack = task.stack(self.models) if isinstance(task, Stackable) else None
         self._optimizers = [] if self._stack else [task.optimizer(model) for model in self.models]
         self.kind = inner_of(self._optimizers[:1] or [task.optimizer(task.model())])
-        """The optimizers as described to shards."""
+        """How learners describe their optimizer to shards."""
         self._done: dict[int, tuple[float, int]] = {}  # learner -> loss and tokens of its next step
         self._gone: set[int] = set()
 
     def step(self, index: int, share_of: Callable[[int], float]) -> tuple[float, int]:
-        """One learner's step: its loss and tokens. `share_of`: a learner's share of its highest rates."""
+        """Take one learner's step. Returns its loss and tokens. `share_of`: index -> share of the highest rates."""
         if index not in self._done:
             rows = [index]
             if self._stack is not None:
@@ -188,7 +188,7 @@ class InnerSteps:
         return self._done.pop(index)
 
     def companions(self, index: int) -> Mapping[str, Companion]:
-        """A living learner's averaged first moments, by parameter."""
+        """The first moments of a living learner that are averaged, by parameter."""
         if not self._average:
             return {}
         if self._stack is not None:
@@ -201,7 +201,7 @@ class InnerSteps:
         self._done.pop(index, None)
 
     def begin(self, index: int) -> None:
-        """It is back; reset its optimizer."""
+        """A learner is back; reset its optimizer."""
         self._gone.remove(index)
         if self._stack is not None:
             self._stack.begin(index)
@@ -210,14 +210,13 @@ class InnerSteps:
 
 
 Watch = Callable[[float, nn.Module], None]
-"""Called now and then with the progress and the current model."""
+"""Called at intervals with the progress and the current model."""
 
 
 def classic_diloco(settings: Settings, task: Task, learners: int, watch: Watch) -> nn.Module:
-    """DiLoCo as published (arXiv 2311.08105): H inner steps each, mean of differences, Nesterov; float32, no overlap.
-
-    Uses `settings.outer.lr`, `settings.outer.momentum` ("auto": 0.9, as published) and `settings.sync.sync_every`.
-    Rounds the token budget up to whole rounds.
+    """DiLoCo as published (arXiv 2311.08105): each learner takes H inner steps, then Nesterov steps on the mean of the
+    differences. In float32, without overlap. Uses `settings.outer.lr`, `settings.outer.momentum` ("auto": 0.9, as
+    published) and `settings.sync.sync_every`. Rounds the token budget up to whole rounds.
     """
     momentum = 0.9 if settings.outer.momentum == "auto" else settings.outer.momentum
     theta = task.model()

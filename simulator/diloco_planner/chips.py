@@ -1,10 +1,9 @@
 """Chips that fail: when an island computes, and with what share of its chips.
 
-An island trains in lockstep, so each loss stops all of it for a while. Then it goes on without the slice (elastic),
-with a spare in its place, or, with neither, from its last checkpoint. Failures of all chips together are one Poisson
-process, whose clock runs while the island computes: a million chips cost no more time to simulate than one.
-
-Repaired slices rejoin together, which stops the island once more. Repair times have an exponentiated Weibull
+An island trains in lockstep, so each loss of a slice stops all of it for a while. Then an elastic island goes on with a
+spare or without the slice. Others restart from the last checkpoint, with a spare or once a slice is repaired. Failures
+of all chips are one Poisson process, which runs while the island computes: a million chips take no longer to simulate
+than one. Repaired slices rejoin together, which stops the island again. Repair times have an exponentiated Weibull
 distribution (k 1.5, a 2).
 """
 
@@ -25,9 +24,9 @@ from diloco_common.wire.calls import NOTICE_S
 
 YEAR_S = units.seconds("1y")
 SHAPE, POWER = 1.5, 2.0
-"""Parameters of the distribution of repair times. With scale 1, its mean is `_UNIT_MEAN`."""
+"""Parameters of the distribution of repair times. At scale 1, its mean is `_UNIT_MEAN`."""
 ROUNDING = 1e-9
-"""Rounding error of summed shares."""
+"""Allowed rounding error of summed shares."""
 _UNIT_MEAN = math.gamma(1 + 1 / SHAPE) * (2 - 2 ** (-1 / SHAPE))
 
 
@@ -51,7 +50,7 @@ class Failures:
     """Mean time between two preemptions of a whole island."""
     preempt_for_s: float = 1800.0
     notice_s: float = NOTICE_S
-    """Warning before a preemption. Below `NOTICE_S` there is no goodbye: what was not contributed is lost."""
+    """Warning before a preemption. Below `NOTICE_S` there is no goodbye, and uncontributed work is lost."""
 
 
 PRESETS = {
@@ -61,17 +60,17 @@ PRESETS = {
     "poor-cloud": Failures(mtbi_s=units.seconds("300d"), repair_s=6 * 3600.0, loss_s=120.0, join_s=120.0,
                            restart_s=1200.0, checkpoint_s=1800.0),
 }  # fmt: skip
-"""One interruption per chip and year, as the paper assumes; what large fleets report, 3.4 to 9.4 GPU-years (the middle
-of the logarithms); a poor cloud, under 400 GPU-days. The pauses of the last two are assumed."""
+"""paper: one interruption per chip and year, as the paper assumes. fleet: large fleets report one in 3.4 to 9.4
+GPU-years; this is the geometric mean. poor-cloud: under 400 GPU-days. The pauses of the last two are assumed."""
 
 
 @dataclass(frozen=True)
 class Island:
     chips: float
     slice_chips: float = 256.0
-    """Number of chips that are lost together with one of them."""
+    """Number of chips in a slice: if one of them fails, all are lost."""
     spares: float = 0
-    """Slices ready to replace a lost one. An island with neither these nor elasticity has to wait."""
+    """Slices that are ready to replace a lost one. Without a spare, an island that is not elastic must wait."""
     elastic: bool = True
     """Whether it can go on with fewer slices."""
 
@@ -87,13 +86,13 @@ class ChipTimeline:
     until: float
     at: list[float] = field(default_factory=lambda: [0.0])
     share: list[float] = field(default_factory=lambda: [1.0])
-    """Share of its chips that compute; 0: it stands still."""
+    """Share of its chips that compute. 0: the island stands still."""
     away: list[tuple[float, float, bool]] = field(default_factory=list)
-    """When the learner is gone: from, until, and whether it could say goodbye."""
+    """When the learner is away: from, until, and whether it could say goodbye."""
     lost_s: float = 0.0
     """Computing time that restarts threw away."""
     spent: list[float] = field(default_factory=list)
-    """Seconds by piece. Then, by piece, what was done before it: steps, and steps times share."""
+    """The length of each piece, in seconds. `worked`, `trained`: seconds of steps before it, and those times share."""
     worked: list[float] = field(default_factory=list)
     trained: list[float] = field(default_factory=list)
 
@@ -114,7 +113,7 @@ class ChipTimeline:
         self.trained = [0.0, *accumulate(s * share for s, share in zip(self.spent, self.share, strict=True))]
 
     def at_work(self, work: float) -> float:
-        """The time at which this many seconds of steps are done; inf: never."""
+        """The time at which this many seconds of steps are done. inf: never."""
         index = max(0, bisect_right(self.worked, work) - 1)
         while index < len(self.at) and not self.share[index]:
             index += 1
@@ -132,18 +131,18 @@ class ChipTimeline:
 
     @property
     def computed(self) -> float:
-        """What was trained, as a share of what chips that never fail would have trained."""
+        """The work that was done, as a share of what chips that never fail would have done."""
         return self.trained[-1] / self.until
 
     @property
     def goodput(self) -> float:
-        """As `computed`, without what restarts from a checkpoint threw away."""
+        """The same as `computed`, but without the work that restarts from a checkpoint threw away."""
         return self.computed - self.lost_s / self.until
 
 
 @dataclass(frozen=True)
 class Away:
-    """Chips of an island that are gone together, because they were preempted."""
+    """Chips of an island that are away together because they were preempted."""
 
     begins_s: float
     ends_s: float
@@ -163,7 +162,7 @@ def preemptions(failures: Failures, until: float, chance: random.Random, share: 
 def island_timeline(
     island: Island, failures: Failures, until: float, chance: random.Random, away: Sequence[Away] | None = None
 ) -> ChipTimeline:
-    """Draw a timeline. `away`: who is gone, and when; None: the whole island is, after each of its preemptions."""
+    """Draw a timeline. `away`: which share is away, and when. None: the whole island, after each of its preemptions."""
     if away is None:
         away = preemptions(failures, until, chance)
     drawing = _Drawing(island, failures, until, chance, away)
@@ -180,14 +179,14 @@ class _Drawing:
         self.line = ChipTimeline(until)
         self._island, self._failures, self._chance = island, failures, chance
         self._now = self._began = 0.0
-        """`_began`: since when it has computed without a pause."""
+        """`_began`: when the island began to compute without a pause."""
         self._out, self._spares = 0, island.spares
         """`_out`: number of missing slices."""
         self._repairs: list[float] = []
         """When the slices under repair will be ready."""
         self._moves = deque(sorted(move for a in away for move in ((a.begins_s, a.share), (a.ends_s, -a.share))))
         self._gone = 0.0
-        """Share that is away now."""
+        """Share of the island that is away now."""
         self._gone = self._moved()
 
     def draw(self) -> ChipTimeline:
@@ -198,11 +197,11 @@ class _Drawing:
 
     @property
     def _here(self) -> float:
-        """Share that computes now."""
+        """Share of the island that computes now."""
         return max(0.0, (1 - self._out / self._island.slices) * (1 - self._gone))
 
     def _compute(self) -> Callable[[], None] | None:
-        """Compute until the next event, which is returned; None: nothing happens."""
+        """Compute until the next event, and return it. None: nothing happens any more."""
         now, here, failures = self._now, self._here, self._failures
         self.line.change(now, here)
         events: list[tuple[float, Callable[[], None]]] = [
@@ -227,7 +226,7 @@ class _Drawing:
         self._stand_still(self._failures.restart_s)
 
     def _join(self, seconds: float) -> None:
-        """Slices that are ready, now or during the pause, rejoin."""
+        """Let slices rejoin that are ready now or become ready during the pause."""
         if not self._repairs or self._repairs[0] > self._now:
             return
         self._stand_still(seconds)
@@ -244,7 +243,7 @@ class _Drawing:
             waits_s = 0.0
             if self._spares:
                 self._spares -= 1
-            else:  # nobody can take its place: it waits for a repair
+            else:  # no spare can take its place: the island waits for a repair
                 waits_s = max(0.0, heapq.heappop(self._repairs) - self._now)
             self._restart(waits_s)
         elif self._spares:
@@ -263,7 +262,7 @@ class _Drawing:
             self._spares += 1
 
     def _move(self) -> None:
-        """Some chips go or come. Those that stay change over; if none stay, nobody waits."""
+        """Some chips leave or come back. The chips that stay pause to adapt; if none stay, there is no pause."""
         before, self._gone = self._gone, self._moved()
         if max(before, self._gone) > 1 - ROUNDING:
             self._stand_still(0.0)
@@ -291,7 +290,7 @@ def _after(chance: random.Random, rate: float) -> float:
 
 
 def uptime(lines: Sequence[ChipTimeline], until: float) -> float:
-    """The share of time in which anybody computes."""
+    """The share of time in which at least one island computes."""
     changes = sorted(
         (at, i, share > 0) for i, line in enumerate(lines) for at, share in zip(line.at, line.share, strict=True)
     )

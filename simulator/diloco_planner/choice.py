@@ -15,24 +15,24 @@ from diloco_planner.plans import Link
 
 DEFAULTS = SyncSettings()
 EVERY, EVERY_MEASURED = DEFAULTS.first_every, 48
-"""H: the default, and the largest whose quality was measured. No larger one than that of "auto" is proposed."""
+"""H: the default, and the largest whose quality was measured. `EVERY_MOST`, the limit of "auto", is also ours."""
 FRAGMENTS, FRAGMENTS_MOST = DEFAULTS.fragments, 256
-"""P: the default, and the most if each of many shards has to own one."""
+"""P: the default, and the maximum if each of many shards must own a fragment."""
 TRAINING_BYTES = 16
-"""Bytes per parameter of the training itself: weights, gradients, two moments of AdamW."""
+"""Bytes per parameter that training itself needs: weights, gradients, two moments of AdamW."""
 FULL = 0.9
-"""Highest allowed load of shard machines whose number is given."""
+"""Highest allowed load of shard machines if their number is given."""
 
 
 class Encodings(NamedTuple):
-    """Of contributions and of versions."""
+    """The encodings of contributions and of versions."""
 
     push: str
     pull: str
 
 
 INSIDE = Link()
-"""Within one site: no link slows anybody down."""
+"""The link within one site, which slows nobody down."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class PlannedRun:
     link: Link
     step_s: float
     ranks: int = 1
-    """Over which the parameters of a learner are spread, an island (FSDP2); 1: none."""
+    """Number of ranks of a learner's island over which its parameters are spread (FSDP2). 1: it is no island."""
     fragments: int | None = None
     """P, if given."""
     shards: int | None = None
@@ -52,7 +52,7 @@ class PlannedRun:
     disk: float | None = None
     """Write rate of a shard machine's disk, in bytes per second."""
     companions_every: int | None = None
-    """`sync.companions_every` of a run that averages momentum; None: it does not."""
+    """`sync.companions_every` if the run averages momentum. None: it does not."""
     merge: float = formulas.BYTES_PER_S
     """Payload bytes per second that a shard's machine can receive, merge and send."""
 
@@ -63,7 +63,7 @@ class PlannedRun:
 
     @property
     def params_moved(self) -> float:
-        """Parameters moved in H steps, to and from each learner: N, and companions."""
+        """Parameters that move in H steps to and from each learner: N, and companions."""
         return self.params * (1 + self.companions_share)
 
 
@@ -87,8 +87,8 @@ class Choice:
 
 
 def choose(asked: PlannedRun) -> Choice:
-    """The default encodings, and the smallest H from the default on that links and shards can carry. Raises ConfigError
-    if shards would own nothing."""
+    """The default encodings, and the smallest H that links and shards can carry, at least the default. Raises
+    ConfigError if a shard would own no fragment."""
     encodings = Encodings(DEFAULTS.push, DEFAULTS.pull)
     every, why_every = EVERY, "the default, and the link carries it"
     if (for_link := needed_every(asked.params_moved, encodings, asked.link, asked.step_s)) > every:
@@ -112,7 +112,7 @@ def choose(asked: PlannedRun) -> Choice:
             "more fragments"
         )
     why_shards = "given" if asked.shards else f"{machines.why}, of which half is used"
-    if machines.most > FULL * shards:  # the needs go with 1 / H
+    if machines.most > FULL * shards:  # the needs are proportional to 1 / H
         every = math.ceil(every * machines.most / (FULL * shards))
         why_every = f"the smallest with which the shards keep up (S = {shards:,}); at a smaller one {machines.why}"
         why_shards = f"{'given' if asked.shards else 'one for each fragment'}; each is busy for {FULL:.0%} of the time"
@@ -150,7 +150,7 @@ def _link_asks(asked: PlannedRun, every: int) -> str:
 
 
 def _fragments(asked: PlannedRun, every: int) -> int:
-    """24, or fewer if small contributions of many learners would keep the shards busy with calls alone."""
+    """24, or fewer if the calls of many learners with small contributions would keep the shards busy."""
     calls = calls_of(asked, FRAGMENTS, every)
     contribution = asked.params / FRAGMENTS
     if calls <= LINK_SHARE * formulas.CALLS_PER_S or contribution > 1e6:
@@ -168,10 +168,10 @@ def _why_fragments(asked: PlannedRun, fragments: int) -> str:
 
 
 class _Machines(NamedTuple):
-    """The number of shard machines, and what decides it."""
+    """The number of shard machines needed, and what decides it."""
 
     most: float
-    """The number at full load."""
+    """The number needed if each is fully loaded."""
     why: str
 
 
@@ -199,6 +199,6 @@ def _machines(asked: PlannedRun, encodings: Encodings, every: int, fragments: in
 
 
 def link_words(link: Link) -> str:
-    """Such as "12.3 Mbit/s up, 45.6 Mbit/s down, 80 ms there and back"."""
+    """The link in words, such as "12.3 Mbit/s up, 45.6 Mbit/s down, 80 ms there and back"."""
     up, down = units.bit_rate(link.up), units.bit_rate(link.down)
     return f"{up} up, {down} down, {1000 * link.round_trip_s:g} ms there and back"

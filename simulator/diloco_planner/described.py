@@ -1,7 +1,7 @@
 """A run as described by a TOML file: sites with machines, links and prices, failures, shards. See docs/planner.md.
 
-It begins with the keys of each section and how their values are read. Errors name the key, and say what to write
-instead.
+This file first lists the keys of each section, and how their values are read. Errors name the key, and say what to
+write instead.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ FAILING: Mapping[str, tuple[Parse, str]] = {
     "preempt_every": _SOME_TIME, "preempt_for": _TIME,
     "notice": _TIME,
 }  # fmt: skip
-"""Keys for `Failures`, allowed for all sites together and for a single site."""
+"""Keys for `Failures`. They may be given for all sites together, and for a single site."""
 SITE: Mapping[str, tuple[Parse, str]] = {
     "name": (_name, 'a name, such as "oregon-2": up to 58 of A-Z a-z 0-9 . _ -'), "learners": _LEARNERS,
     "chips": _WHOLE, "slice": _WHOLE, "spares": _SPARES,
@@ -117,7 +117,7 @@ FLAGS = {
     "--up": "up", "--down": "down", "--round-trip": "round_trip", "--shards": "count", "--disk": "disk",
     "--mtbi": "mtbi",
 }  # fmt: skip
-"""Keys for which a flag decides if the site or [shards] does not have them."""
+"""Flag -> key. The flag counts where a site or [shards] does not have the key."""
 
 
 @dataclass(frozen=True)
@@ -127,17 +127,17 @@ class Site:
     name: str
     learners: int = 1
     chips: float | None = None
-    """Chips of each learner; None: an equal part of all chips."""
+    """Chips of each learner. None: an equal part of the chips that other sites leave."""
     price_chip_hour: float = 0.0
     price_egress_gb: float = 0.0
     """Price of traffic that leaves the site, per GB of 10^9 bytes."""
     price_ingress_gb: float = 0.0
     mirror: bool = False
-    """Whether each shard has a mirror here: versions come once for all learners of the site."""
+    """Whether each shard has a mirror here, so that each version comes once for all learners of the site."""
     memory: float | None = None
     """Memory of a chip, in bytes."""
     values: Mapping[str, Any] = field(default_factory=dict)
-    """Everything else that the file says of the site."""
+    """Everything else that the file says about the site."""
 
 
 @dataclass(frozen=True)
@@ -153,17 +153,17 @@ class Described:
     currency: str = ""
     date: str = ""
     idle: Mapping[str, str] = field(default_factory=dict)
-    """Flags that would change nothing -> why: the file already says all of it (`options.refuse_idle`)."""
+    """Flags that would change nothing, as the file already decides -> why (`options.refuse_idle`)."""
 
     def failures(self, preset: str | None = None, mtbi_s: float | None = None) -> Failures:
-        """A given preset replaces the file's, but the file's differences from its preset stay."""
+        """A given preset replaces the preset in the file, but the file's differences from it stay."""
         given = {} if mtbi_s is None else {"mtbi_s": mtbi_s}
         return replace(PRESETS[preset or self.preset], **{**self.failing, **given})
 
     def learners(self, template: LearnerPlan, chips: float | None, learners: int) -> list[LearnerPlan]:
-        """One plan per learner: those of the sites, or else equal ones. `template` has what a site does not say.
+        """One plan per learner: those of the sites, or else equal ones. `template` has the values that a site lacks.
 
-        Sites without `chips` share what the others leave. Raises ConfigError if that is too little.
+        Sites without `chips` share the chips that the others leave. Raises ConfigError if these are too few.
         """
         sites = self.sites or (Site("learner", learners),)
         sharing = sum(site.learners for site in sites if site.chips is None)
@@ -182,7 +182,7 @@ class Described:
         ]
 
     def _plan(self, site: Site, template: LearnerPlan, share: float) -> LearnerPlan:
-        """The plan of one learner of a site. `share`: its chips, if the site does not say."""
+        """The plan of one learner of a site. `share`: its number of chips, if the site does not give one."""
         v, island, link = site.values, template.island, template.link
         return replace(
             template,
@@ -200,14 +200,14 @@ class Described:
         )  # fmt: skip
 
     def chips_hour(self, plan: LearnerPlan) -> float:
-        """Cost per hour of one learner's chips, with its spares."""
+        """Cost per hour of one learner's chips, including spares."""
         site, island = self.site_of(plan.name), plan.island
         each = island.chips / island.slices
         return 0.0 if site is None else (island.chips + island.spares * each) * site.price_chip_hour
 
     def per_gb(self, plan: LearnerPlan) -> tuple[float, float]:
         """The cost per GB of a learner's contributions and versions. Traffic within the site of the shards is free.
-        Versions that come to a mirror are paid for once, shared among all learners of its site."""
+        Versions that come to a mirror are paid for once, and all learners of its site share the cost."""
         site, home = self.site_of(plan.name), self.home
         if site is None or home is None or site is home:
             return 0.0, 0.0
@@ -237,7 +237,7 @@ def read(path: Path) -> Described:
         raise ConfigError(f"{path}: this is no UTF-8 text; give a file that docs/planner.md explains") from None
     try:
         tree = tomllib.loads(text)
-    except ValueError as error:  # TOMLDecodeError, and a number with thousands of digits
+    except ValueError as error:  # TOMLDecodeError, or a number with thousands of digits
         raise ConfigError(f"{path}: this is no TOML: {error}; put texts in quotes, one key per line") from None
     return _File(path, tree).described()
 
@@ -268,7 +268,7 @@ class _File:
         if preset not in PRESETS:
             raise self.wrong("failures", f"there is no preset {preset}", _one_of(PRESETS, preset))
         if "date" not in prices and any(key.startswith("price_") for table in (*sites, shards) for key in table):
-            raise self.wrong("prices", "they have no date", "write [prices] with date = 2026-05-01: they change")
+            raise self.wrong("prices", "they have no date", "write [prices] with date = 2026-05-01: prices change")
         return Described(
             tuple(_site(one) for one in sites),
             preset,
@@ -326,7 +326,7 @@ def _site(values: Mapping[str, Any]) -> Site:
 
 
 def _of_every(sites: Sequence[Mapping[str, Any]]) -> frozenset[str]:
-    """Keys that every site has. Without `learners` a site has one; without `down` its link is as fast down as up."""
+    """Keys that every site has. `learners` is 1 if a site does not give it, and `down` is then the same as `up`."""
     said = [{"learners", *site, *(["down"] if "up" in site else [])} for site in sites]
     return frozenset(set.intersection(*said)) if said else frozenset()
 

@@ -1,5 +1,5 @@
-"""The question: learners with their chips, failures and links, and shard machines; the outcome of their run; and which
-questions take too much memory.
+"""The question: learners with their chips, failures and links, and shard machines. Also the outcome of a run, and a
+check that refuses questions that would take too much memory.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from diloco_common.formulas import BYTES_PER_S
 from diloco_planner.chips import ChipTimeline, Failures, Island, island_timeline
 
 LEARNERS = 8
-"""Of a run, if neither a flag nor a file says."""
+"""Number of learners of a run, if neither a flag nor a file gives it."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """The link between one learner and the shards; bits per second."""
+    """The link between one learner and the shards. Rates are in bits per second."""
 
     up: float = math.inf
     down: float = math.inf
@@ -38,7 +38,7 @@ class LearnerPlan:
     link: Link = field(default_factory=Link)
     tokens_per_step: int = 1_000_000
     site: str = ""
-    """Learners within the same named site have no link that slows them down."""
+    """Between learners of the same named site, no link slows anybody down."""
     is_home: bool = False
     """Whether the shards are at its site."""
 
@@ -47,7 +47,7 @@ class LearnerPlan:
         return Link() if self.is_home else self.link
 
     def chance(self, seed: int = 0) -> random.Random:
-        """Randomness for its preemptions, drawn first, and failures: so they are the same in each way of training."""
+        """Randomness for its preemptions, drawn first, and then its failures: the same in each way of training."""
         return random.Random(f"{seed} {self.name}")
 
     def drawn(self, until: float, chance: random.Random) -> ChipTimeline:
@@ -60,9 +60,9 @@ class ShardPlan:
     """All shard machines together."""
 
     count: int | None = None
-    """Number of machines; each makes one version after another. None: enough, so that no version waits."""
+    """Number of machines; each makes one version after another. None: so many that no version waits."""
     merge_bytes_s: float = BYTES_PER_S
-    """Bytes of contributions and versions per second per machine: received, merged and sent (docs/performance.md)."""
+    """Bytes of contributions and versions that a machine can receive, merge and send a second (docs/performance.md)."""
     disk_bytes_s: float = math.inf
     """Write rate; a version is written before it is announced."""
 
@@ -82,7 +82,7 @@ class RunOutcome:
     gbit_per_learner_down: float
     late_share: float
     shards_busy: float
-    """Share of time in which shard machines merge, or would have to; 0 if their number is not given."""
+    """Share of time in which shard machines merge, or would have to merge. 0: their number is not given."""
     evictions: int
     joins: int
     events: int
@@ -91,9 +91,9 @@ class RunOutcome:
 
 
 CONTRIBUTIONS_MAX = 60_000
-"""Maximum number of contributions that a run decides in detail: about a minute of one core."""
+"""Maximum number of contributions that a run simulates in detail, which takes one core about a minute."""
 CHANGES_MAX = 3e6
-"""Maximum number of events of chips that fail and come back. Each takes a kilobyte."""
+"""Maximum number of times that chips fail or come back. Each takes a kilobyte."""
 
 
 def refuse_restless(learners: Sequence[LearnerPlan], until: float) -> None:
@@ -101,14 +101,14 @@ def refuse_restless(learners: Sequence[LearnerPlan], until: float) -> None:
     many = changes(learners, until)
     if many > CHANGES_MAX:
         raise ConfigError(
-            f"chips would fail or come back {many:.1e} times in {until / 3600:g} hours, and {CHANGES_MAX:.0e} are "
-            "the most that are simulated; ask for fewer hours, or longer times: mtbi and loss, preempt_every and "
+            f"chips would fail or come back {many:.1e} times in {until / 3600:g} hours, and at most {CHANGES_MAX:.0e} "
+            "such events can be simulated; ask for fewer hours, or for longer times: mtbi and loss, preempt_every and "
             "preempt_for"
         )
 
 
 def changes(learners: Sequence[LearnerPlan], until: float) -> float:
-    """The most times that their chips fail or come back."""
+    """The maximum number of times that their chips fail or come back."""
     return sum(_changes(plan, until) for plan in learners)
 
 
@@ -122,6 +122,6 @@ def _changes(plan: LearnerPlan, until: float) -> float:
 
 
 def decided_fragments(fragments: int, contributions: float) -> int:
-    """How many of P fragments are simulated, if a run has this many contributions."""
+    """How many of the P fragments are simulated if a run has this many contributions."""
     fits = [d for d in range(1, fragments + 1) if fragments % d == 0]
     return max((d for d in fits if contributions * d / fragments <= CONTRIBUTIONS_MAX), default=1)

@@ -1,8 +1,8 @@
 """Ways to train on the machines of a file (docs/planner.md), each with its goodput, days and cost.
 
-Goodput comes from the planner's model of chips, bytes from `formulas.py`, costs from the file's prices. Beside DiLoCo
-there are three other ways: data-parallel with restarts or elastic, and synchronous DiLoCo. Pure, except for what is
-drawn from a seed.
+Goodput comes from the planner's model of chips, bytes from `formulas.py`, costs from the file's prices. Besides
+decoupled DiLoCo there are three ways: data-parallel with restarts, elastic data-parallel, and synchronous DiLoCo. These
+functions are pure; randomness is drawn from a seed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from diloco_planner.described import Described, Site
 from diloco_planner.plans import LearnerPlan, changes
 
 DRAWN = 500
-"""Number of steps drawn for the mean of the slowest."""
+"""Number of steps that are drawn to get the mean time of the slowest learner."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class Sent:
 
 
 def data_parallel_bits(params: float, replicas: int) -> float:
-    """Bits per step of one replica in one direction, with a ring: bfloat16 gradients once as sums, once as results."""
+    """Bits per step that a replica sends in a ring: bfloat16 gradients, once as partial sums and once as results."""
     return 2 * (replicas - 1) / replicas * BITS["bfloat16"] * params
 
 
 def data_parallel(learners: Sequence[LearnerPlan], sent: Sent, until: float, seed: int = 0, *, elastic: bool) -> float:
-    """Goodput of all chips as one island, whose every step takes as long as the slowest learner's. When a learner is
-    away, the others go on without its tokens."""
+    """Goodput of all chips as one island, in which every step takes as long as that of the slowest learner. When a
+    learner is away, the others go on without its tokens."""
     island, failures = together(learners, elastic=elastic)
     tokens = sum(plan.tokens_per_step for plan in learners)
     away = [  # the same preemptions as in every other way
@@ -56,8 +56,8 @@ def data_parallel(learners: Sequence[LearnerPlan], sent: Sent, until: float, see
 
 
 def together(learners: Sequence[LearnerPlan], *, elastic: bool) -> tuple[Island, Failures]:
-    """All chips as one island: their failures add up, and each pause is the longest of theirs. If elastic islands
-    are to restart instead, nobody has said how many spares they have, so enough are assumed."""
+    """All chips as one island: their failures add up, and each pause is the longest among the learners. If elastic
+    islands restart instead, their number of spares is unknown, so it is assumed to be enough."""
     chips = sum(plan.island.chips for plan in learners)
     own = elastic or not all(plan.island.elastic for plan in learners)
     island = Island(
@@ -73,8 +73,8 @@ def together(learners: Sequence[LearnerPlan], *, elastic: bool) -> tuple[Island,
 
 
 def in_step_s(learners: Sequence[LearnerPlan], sent: Sent) -> float:
-    """Seconds of a data-parallel step: of the slowest machine, or of the thinnest link. A site sums its gradients, and
-    each of its links carries a part of the sums."""
+    """Seconds that a data-parallel step takes on the slowest machine, or over the thinnest link. A site sums its
+    gradients, and each of its links carries a part of the sums."""
     chance = random.Random(0)
     worst = sum(max(_step(plan, chance) for plan in learners) for _ in range(DRAWN)) / DRAWN
     of_site = Counter(plan.site or plan.name for plan in learners)
@@ -85,7 +85,7 @@ def in_step_s(learners: Sequence[LearnerPlan], sent: Sent) -> float:
         bits[plan.site or plan.name] / min(plan.link.up, plan.link.down) + 2 * plan.link.round_trip_s
         for plan in learners
     )
-    return max(worst, over_link)  # as much of the exchange as fits is hidden behind the step
+    return max(worst, over_link)  # the exchange is hidden behind the step as far as it fits
 
 
 def _step(plan: LearnerPlan, chance: random.Random) -> float:
@@ -116,7 +116,7 @@ def synchronous(learners: Sequence[LearnerPlan], sent: Sent, until: float, seed:
 
 
 def _ideal(learners: Sequence[LearnerPlan], until: float) -> float:
-    """Tokens of learners whose chips never fail."""
+    """Tokens that learners would train if their chips never failed."""
     return sum(plan.tokens_per_step * until / plan.step_s for plan in learners)
 
 
@@ -132,26 +132,26 @@ def baselines(learners: Sequence[LearnerPlan], sent: Sent, until: float, seed: i
 HOURS = 240.0
 """Minimum time for which chips are drawn."""
 CHANGES = 2e4
-"""Failures, preemptions and returns of chips that are enough to tell the share of time that is lost."""
+"""Number of failures, preemptions and returns of chips that is enough to estimate the share of time that is lost."""
 ALIKE = 0.02
-"""Differences of goodput, days and money that count for nothing, as a share: synchronizing rarely costs about as much
-in loss (docs/quality.md, H = 24)."""
+"""Differences of goodput up to this share are ignored: synchronizing rarely costs about as much in loss
+(docs/quality.md, H = 24)."""
 KEPT_BYTES, KEPT_WITH_COMPANIONS = 6, 10
-"""Maximum number of bytes per parameter of anchor, residual and what is in flight."""
+"""Maximum number of bytes per parameter for anchor, residual and work in flight."""
 ROOM = 0.7
 """Usable share of a chip's memory; the rest is for activations."""
 
 
 @dataclass(frozen=True)
 class PlannedTask:
-    """What to train, where, by when and for how much."""
+    """What to train, where, by when and for how much money."""
 
     described: Described
     learners: tuple[LearnerPlan, ...]
     params: float
     tokens: float
     days: float | None = None
-    """Deadline; None: there is none."""
+    """The deadline. None: there is none."""
     budget: float | None = None
     """Budget, in the file's currency."""
     has_companions: bool = False
@@ -159,12 +159,12 @@ class PlannedTask:
 
     @cached_property
     def able(self) -> tuple[LearnerPlan, ...]:
-        """Learners that can hold the model. No others take part."""
+        """Learners that can hold the model. The others do not take part."""
         return tuple(plan for plan in self.learners if self.holds(plan))
 
     @cached_property
     def hours(self) -> float:
-        """Time for which chips are drawn: longer if events are rarer."""
+        """Time for which chips are drawn. If events are rarer, it is longer."""
         return HOURS * max(1.0, CHANGES / changes(self.learners, HOURS * 3600))
 
     def holds(self, plan: LearnerPlan) -> bool:
@@ -181,7 +181,7 @@ class PlannedTask:
         return [plan for plan in self.able if plan.site in names]
 
     def first_of_each(self) -> Iterator[tuple[Site, LearnerPlan]]:
-        """Each site with one of its learners, which are all alike."""
+        """Each site with its first learner; all learners of a site are alike."""
         first = {plan.site: plan for plan in reversed(self.learners)}
         return ((site, first[site.name]) for site in self.described.sites)
 
@@ -189,7 +189,7 @@ class PlannedTask:
         return self.described.site_of(plan.name)
 
     def least_chips(self, plan: LearnerPlan) -> float:
-        """Fewest chips that hold the model at this learner's site; 0 if their memory is not known."""
+        """Minimum number of chips that hold the model at this learner's site. 0: their memory is not known."""
         site = self.site(plan)
         return 0.0 if site is None or site.memory is None else self.num_bytes / (ROOM * site.memory)
 
@@ -199,7 +199,7 @@ class PlannedTask:
 
     @property
     def num_bytes(self) -> float:
-        """Bytes of the model at one learner."""
+        """Bytes that the model takes at one learner."""
         return self.bytes_per_parameter * self.params
 
 
@@ -209,20 +209,20 @@ class TrainingMethod:
     goodput: float
     tokens_per_s: float
     days: float
-    """inf: it never ends."""
+    """inf: the training never ends."""
     money: float
     """Total cost, including `egress`; 0 without prices."""
     egress: float
     why: str
     settled: tuple[PlannedRun, Choice] | None = None
-    """The question and the chosen settings, if learners train decoupled."""
+    """The question and the chosen settings, if the learners train decoupled."""
 
 
 def decoupled(
     task: PlannedTask, learners: Sequence[LearnerPlan], asked: PlannedRun, choice: Choice, name: str, why: str
 ) -> TrainingMethod:
-    """Decoupled training, with shards at their home site, or where all learners are. Each learner sends at its own
-    pace, and receives the versions that the fastest one causes."""
+    """Decoupled training. The shards are at their home site, or where all learners are. Each learner sends at its own
+    pace, and receives versions at the pace of the fastest learner."""
     encodings, every, until = choice.encodings, choice.every, task.hours * 3600
     crosses, fastest_s = len({plan.site for plan in learners}) > 1, min(plan.step_s for plan in learners)
 
@@ -247,7 +247,7 @@ def parallel(task: PlannedTask, learners: Sequence[LearnerPlan], name: str) -> T
     sites = {site.name: site for plan in learners if (site := task.site(plan)) is not None}
     why, egress_per_s = "no bytes leave it", 0.0
     if len(sites) > 1:
-        gb = data_parallel_bits(task.params, len(sites)) / 8e9  # of each site, per step
+        gb = data_parallel_bits(task.params, len(sites)) / 8e9  # per site and step
         per_gb = sum(site.price_egress_gb + site.price_ingress_gb for site in sites.values())
         egress_per_s = gb * per_gb * rate / sum(plan.tokens_per_step for plan in learners)
         gbit = 8 * gb / max(plan.step_s for plan in learners)
@@ -256,7 +256,7 @@ def parallel(task: PlannedTask, learners: Sequence[LearnerPlan], name: str) -> T
 
 
 def alone(task: PlannedTask, site: Site, asked: PlannedRun) -> TrainingMethod:
-    """One site alone, by the better of both ways inside it, where links cost nothing. `asked`: the plan for it."""
+    """One site alone, with the better of both ways. Links inside it cost nothing. `asked`: the question for it."""
     learners, name = task.of([site.name]), f"only {site.name}"
     in_step = parallel(task, learners, name)
     inside = replace(asked, link=INSIDE)
@@ -271,7 +271,7 @@ def _way(
     task: PlannedTask, learners: Sequence[LearnerPlan], name: str, rate: float, egress_per_s: float,
     shards_per_s: float, why: str, settled: tuple[PlannedRun, Choice] | None = None,
 ) -> TrainingMethod:  # fmt: skip
-    """`rate`: tokens per second; the others are costs per second."""
+    """`rate`: tokens per second. `egress_per_s`, `shards_per_s`: costs per second."""
     seconds = task.tokens / rate if rate else math.inf
     egress = _times(egress_per_s, seconds)
     chips_per_s = sum(task.described.chips_hour(plan) for plan in learners) / 3600
@@ -280,7 +280,7 @@ def _way(
 
 
 def _times(price: float, amount: float) -> float:
-    """`price` times `amount`; an endless amount of something free costs nothing."""
+    """`price` times `amount`. An infinite amount of something free costs nothing."""
     return price * amount if price else 0.0
 
 

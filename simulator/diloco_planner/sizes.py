@@ -1,6 +1,6 @@
 """Formulas for the memory that one process of a learner needs beyond its model, and for its traffic.
 
-All fragments are taken to be equally large.
+They assume that all fragments are equally large.
 
 Sources: the table at the top of `diloco_worker/core/tensors.py` for the tensors kept of a fragment, and `parts.py`
 beside it for the part that a rank holds and pushes.
@@ -9,7 +9,7 @@ beside it for the part that a rank holds and pushes.
            + those in flight      x (snapshot s h + encoded contribution + what encoding lost r h
                                      + version as received + difference 4 h)
 
-    Fragments of companions need the same, without residual (r = 0), and at most as many are in flight at once.
+    Fragments of companions need the same without a residual (r = 0). At most as many of them are in flight at once.
 
     h   elements of a fragment that the process holds, and pushes
     a   bytes per element of an anchor: 2, or 4 if float32 is pulled
@@ -30,15 +30,15 @@ class LearnerBytes:
     """Memory and traffic of one process, in bytes except for `elements`."""
 
     elements: int
-    """Parameters in the process, without companions."""
+    """Number of parameters in the process, without companions."""
     kept: int
     """Anchors and residuals, always in memory."""
     under_way: int
     """Further memory while contributions and versions are in flight."""
     pushed: int
-    """Sent for one contribution to every fragment, including companions."""
+    """Bytes sent for one contribution to every fragment, including companions."""
     pulled: int
-    """Received for one version of every fragment."""
+    """Bytes received for one version of every fragment, including companions."""
 
     @property
     def peak(self) -> int:
@@ -48,14 +48,14 @@ class LearnerBytes:
 def learner_bytes(
     held: int, fragments: int, *, push: str = "int8", pull: str = "bfloat16", under_way: int = 2, companions: int = 0,
 ) -> LearnerBytes:  # fmt: skip
-    """The most that a process holds and moves.
+    """The maximum that a process holds and moves.
 
     Args:
         held: elements of each fragment in this process.
-        companions: fragments of companions, as large.
-        push, pull: the settings of these names in `sync`.
+        companions: number of fragments of companions, which are as large.
+        push, pull: the settings `sync.push` and `sync.pull`.
         under_way: fragments whose contribution or version is in flight at once. Rounds of P fragments begin H / P
-            steps apart, so about  round trip / (H / P x time of a step), rounded up, at least 1.
+            steps apart, so this is about  round trip / (H / P x time of a step), rounded up, at least 1.
 
     Raises UnknownEncoding.
     """

@@ -1,4 +1,4 @@
-"""The figures of a plan, each with its formula and its source. Pure."""
+"""The numbers of a plan, each with its formula and its source. Pure functions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class PlanFigure(NamedTuple):
 
 
 def figures(asked: PlannedRun, choice: Choice) -> list[PlanFigure]:
-    """What crosses the links, and what a shard holds, writes and keeps."""
+    """What crosses the links, and what a shard holds in memory, writes and keeps on disk."""
     return [*_link(asked, choice), *_shard(asked, choice)]
 
 
@@ -63,7 +63,7 @@ def _link(asked: PlannedRun, choice: Choice) -> Iterator[PlanFigure]:
 
 
 def _fragment_s(asked: PlannedRun, choice: Choice) -> float:
-    """From the snapshot of a fragment to its new version: N/P bits up, N/P bits down, two round trips."""
+    """Seconds from the snapshot of a fragment to its new version: N/P parameters up, N/P down, two round trips."""
     push, pull, link = BITS[choice.encodings.push], BITS[choice.encodings.pull], asked.link
     each = asked.params / choice.fragments
     return each * push / link.up + each * pull / link.down + 2 * link.round_trip_s
@@ -102,12 +102,12 @@ def _shard(asked: PlannedRun, choice: Choice) -> Iterator[PlanFigure]:
 
 
 def _more(asked: PlannedRun) -> str:
-    """The factor by which companions increase what the model moves, in words."""
+    """The text for the factor by which companions increase the model's traffic."""
     return f" (1 + 1/{asked.companions_every})" if asked.companions_every else ""
 
 
 def learner_figures(asked: PlannedRun, choice: Choice) -> list[PlanFigure]:
-    """What a learner's process holds, or one rank of an island (FSDP2), by `sizes.py`. Imports torch."""
+    """What a learner's process, or one rank of an island (FSDP2), holds, from `sizes.py`. Imports torch."""
     encodings = choice.encodings
     waits_s = _fragment_s(asked, choice) + OVERLAP_STEPS * asked.step_s
     apart_s = choice.every * asked.step_s / choice.fragments  # between the rounds of two fragments
@@ -163,7 +163,7 @@ def settings_of(asked: PlannedRun, choice: Choice) -> dict[str, dict[str, str | 
 
 
 def toml(settings: dict[str, dict[str, str | int]]) -> str:
-    """As a file that --config takes."""
+    """The settings as text of a file for --config."""
     lines: list[str] = []
     for section, values in settings.items():
         lines += [
@@ -175,7 +175,7 @@ def toml(settings: dict[str, dict[str, str | int]]) -> str:
 
 
 def lines_of(rows: Sequence[PlanFigure]) -> Iterator[str]:
-    """Aligned, with formula and source."""
+    """The rows as aligned lines, with formula and source."""
     name = max(len(row.name) for row in rows)
     value = max(len(row.shown) for row in rows)
     for row in rows:

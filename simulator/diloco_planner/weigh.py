@@ -1,5 +1,5 @@
-"""Weighs ways to train on the machines of a file (docs/planner.md): which sites train together, which way to take, and
-why others take no part. Settings come from `choice.py`.
+"""Weighs ways to train on the machines of a file (docs/planner.md): which sites train together, which way is best, and
+why the other sites do not take part. Settings come from `choice.py`.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from diloco_planner.plans import LearnerPlan, Link
 from diloco_planner.proposed import ALIKE, ROOM, PlannedTask, TrainingMethod, alone, decoupled, parallel
 
 LONGER = 2.0
-"""Sites whose links need an H of unmeasured quality are left out if the others take at most this many times as long."""
+"""Sites whose links need an H of unmeasured quality are left out, if the rest takes at most this many times as long."""
 SLOWER = 1.1
-"""What is simpler is enough if it takes at most this many times the days and the money."""
+"""A simpler way is good enough if it takes at most this many times the days and the money."""
 NAMED = 3
-"""Maximum number of sites that are listed by name; of more, only their number."""
+"""Maximum number of sites that are listed by name. Of more sites, only the number is given."""
 
 
 @dataclass(frozen=True)
 class Weighed:
-    """All ways that machines and links allow, and which to take."""
+    """All ways that machines and links allow, and which one to take."""
 
     task: PlannedTask
     ways: tuple[TrainingMethod, ...]
     verdict: PlanVerdict
     asked: PlannedRun
     choice: Choice
-    """Settings of the proposed way. If it has none, those with which all sites would train decoupled."""
+    """Settings of the proposed way. If it has none, those with which the chosen sites would train decoupled."""
 
     @property
     def works(self) -> bool:
@@ -67,7 +67,7 @@ class Weighed:
 
 
 def weigh(task: PlannedTask, base: PlannedRun) -> Weighed:
-    """Leaves out ways that links or memory do not allow. `base`: what the file does not say."""
+    """Weigh all ways that links and memory allow. `base`: values that the file does not give."""
     if not task.able:
         asked = _asked_of(task, base, task.learners)
         nobody = PlanVerdict("no machine here holds it", _what_would_hold(task))
@@ -98,7 +98,7 @@ class Together:
     choice: Choice
     ours: TrainingMethod | None
     over: TrainingMethod | None
-    """Data-parallel training. None, like `ours`, for a single site."""
+    """Data-parallel training. For a single site, this and `ours` are None."""
 
     @classmethod
     def of(cls, task: PlannedTask, base: PlannedRun, sites: Sequence[str]) -> Together:
@@ -132,7 +132,7 @@ def _worth_it(task: PlannedTask, base: PlannedRun, sites: Sequence[str]) -> tupl
 
 
 def _asked_of(task: PlannedTask, base: PlannedRun, learners: Sequence[LearnerPlan]) -> PlannedRun:
-    """The question to `choice.py`: the thinnest link and the fastest step decide."""
+    """The question for `choice.py`. The thinnest link and the fastest step decide."""
     links, shards = [plan.to_shards for plan in learners], task.described.shards
     thinnest = Link(min(x.up for x in links), min(x.down for x in links), max(x.round_trip_s for x in links))
     return replace(
@@ -147,7 +147,7 @@ def _asked_of(task: PlannedTask, base: PlannedRun, learners: Sequence[LearnerPla
 
 
 def _every_of(task: PlannedTask, base: PlannedRun, site: str) -> int:
-    """The H that a site's links and round trips need beside the fastest learner, whatever shards can carry."""
+    """The H that a site's links and round trips need at the fastest learner's pace, whatever shards can carry."""
     asked, fastest_s = _asked_of(task, base, task.of([site])), min(plan.step_s for plan in task.able)
     asked = replace(asked, step_s=fastest_s, learners=1, shards=None, disk=None, merge=formulas.BYTES_PER_S)
     return choose(asked).every
@@ -160,14 +160,14 @@ class PlanVerdict(NamedTuple):
     words: str
     because: str
     way: TrainingMethod | None = None
-    """None: none works."""
+    """None: no way works."""
 
 
 def _verdict_of(
     task: PlannedTask, where: str, ours: TrainingMethod | None, over: TrainingMethod | None,
     apart: Sequence[TrainingMethod],
 ) -> PlanVerdict:  # fmt: skip
-    """`over`: data-parallel over all links; `apart`: each site alone. None: that way is not possible."""
+    """`over`: data-parallel over all links. `apart`: each site alone. None: this way is not possible."""
     some = [way for way in (ours, over, *apart) if way is not None and way.goodput > ALIKE]
     if not some:
         why = f"each has a goodput of at most {100 * ALIKE:g} %, by its links or its failures"
@@ -205,7 +205,7 @@ def _verdict_of(
 
 
 def _words_of_one(task: PlannedTask, way: TrainingMethod) -> str:
-    """The recommendation if there is only one site."""
+    """The recommendation to train at only one site."""
     name = way.name.removeprefix("only ")
     if len(task.described.sites) > 1:
         return f"one site is enough: {name}"
@@ -220,7 +220,7 @@ def _beside(task: PlannedTask, way: TrainingMethod, rivals: Sequence[TrainingMet
 
 
 def _is_as_good(over: TrainingMethod, best: TrainingMethod) -> bool:
-    """Whether data-parallel is as good as the best way. As it learns a little more, it may take a little more."""
+    """Whether data-parallel training is as good as the best way. As it learns a little more, it may cost a bit more."""
     return (
         over.goodput >= best.goodput - ALIKE and over.days <= SLOWER * best.days and over.money <= SLOWER * best.money
     )
@@ -234,7 +234,7 @@ def _money_of(task: PlannedTask, way: TrainingMethod) -> str:
     return f"{way.money:,.0f} {task.described.currency}".strip()
 
 
-# ---------------------------------------------------------------- why others take no part
+# ---------------------------------------------------------------- why others do not take part
 
 
 def _left_out(task: PlannedTask) -> Iterator[str]:
@@ -243,7 +243,7 @@ def _left_out(task: PlannedTask) -> Iterator[str]:
 
 
 def _what_would_hold(task: PlannedTask) -> str:
-    """What it takes to hold a model that no site can hold, at the site that is closest to it."""
+    """What the site that comes closest would need to hold a model that no site can hold."""
     site, plan = min(task.first_of_each(), key=lambda one: task.least_chips(one[1]) / one[1].island.chips)
     return f"{site.name} is nearest: {_needs(task, site, plan)}"
 

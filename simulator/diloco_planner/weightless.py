@@ -1,4 +1,4 @@
-"""Shard and learner cores whose tensors hold no values: they decide by times, sizes, steps and tokens alone.
+"""Shard and learner cores whose tensors hold no values: they decide only by times, sizes, steps and tokens.
 
 The manifest has the true sizes. Values are one shared empty tensor, and payloads have headers but no bytes.
 """
@@ -25,7 +25,7 @@ from diloco_worker.core.tensors import FragmentTensors
 
 NOTHING = torch.empty(0)
 NO_BYTES = cast(Payload, None)
-"""Cores pass payloads on, and look only at their headers."""
+"""The cores pass payloads on, and look only at the headers."""
 PUBLISHED = Published(NO_BYTES)
 
 
@@ -49,7 +49,7 @@ class _Contributed:
 
 
 class WeightlessTensors:
-    """Replaces `FragmentTensors`: everything is there at once, and nothing is computed."""
+    """Replaces `FragmentTensors`. All results are there at once, as nothing is computed."""
 
     def __init__(self) -> None:
         self.anchor: torch.Tensor | None = None
@@ -97,7 +97,7 @@ class Headers:
         self._chunk = usual_chunk_elements(encoding)
 
     def of(self, contribution: PendingContribution, num_elements: int) -> tuple[PushHeader, tuple[float, ...]]:
-        """The header, and the norms of its pieces, as of a random walk of this many steps."""
+        """The header, and the norms of its pieces: those of a random walk of as many steps."""
         self._made = (self._made + 1) % 2**32
         payload = PayloadHeader(self._encoding, num_elements, self._chunk, self.num_bytes, self._made)
         header = PushHeader(

@@ -1,10 +1,9 @@
 """Bounded influence, implemented independently, with the product's limits: what a hostile learner must not get from a
 shard (more rounds, a version of its own, values that are not finite), how much a member's contribution counts, and
-which learners are left out.
-
-`Fairness` and `BoundedInfluence` follow histories as they are written, and look at a shard's state at that moment. The
-healthy contributions of members all point the same way in the simulator. So values alone say which contributions are
-spoiled, how far each points away, and when its shard must have noticed."""
+which learners are left out. `Fairness` and `BoundedInfluence` follow histories as they are written, and look at a
+shard's state at that moment. The healthy contributions of members all point the same way in the simulator. So values
+alone say which contributions are spoiled, how far each points away, and when its shard must have noticed.
+"""
 
 from __future__ import annotations
 

@@ -318,7 +318,7 @@ def contribution_is_what_was_trained(
 def error_feedback_is_whole(
     process: str, fragment_id: int, added: Tensor, lost: Tensor, lost_now: Tensor, largest: float
 ) -> None:  # fmt: skip
-    """The error of the last merged contribution was `added` to the next one, whose own is `lost_now`. Both bfloat16."""
+    """The last merged contribution lost `lost`, which was `added` to the next one. That one lost `lost_now`."""
     kept = BFLOAT16_ROUNDING * torch.maximum(lost.abs(), lost_now.abs())
     off = float(((added - lost).abs_() - kept).max())
     if not off <= TOLERANCE + ROUNDING * largest:

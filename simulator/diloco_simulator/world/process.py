@@ -1,9 +1,9 @@
 """Virtual time and its processes, each an asyncio event loop with threads. They can be frozen, and killed anywhere.
 
-Everything happens in order of (time, order of request). Nothing depends on the machine, so the same seed gives the same
-schedule.
+Events happen in order of time, and at equal times in the order in which they were requested. Nothing depends on the
+machine, so the same seed gives the same schedule.
 
-Production code runs in it unchanged: its coroutines wait with asyncio, and its executors come from `threads`.
+Production code runs in it unchanged: its coroutines wait with asyncio, and its executors come from `World`.
 """
 
 from __future__ import annotations
@@ -289,7 +289,7 @@ class VirtualLoop:
 
 
 def _ring(handle: TimerHandle, process: SimulatedProcess) -> None:
-    """Run a timer, unless it was cancelled, as most are."""
+    """Run a timer, unless it was cancelled, as most timers are."""
     if not handle._cancelled:
         process.do(_run, (handle,))
 
