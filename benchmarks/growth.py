@@ -37,10 +37,10 @@ class Cost:
     parameters: int
     shards: int = 1
     seconds: float = 0.0
-    """Includes the learners' work on the same cores."""
+    """Seconds of a round, including the learners' work on the same cores."""
     cpu_s: list[float] = field(default_factory=list)
     moved_bytes: float = 0.0
-    """Received and sent by all shards."""
+    """Bytes that all shards received and sent."""
 
     @property
     def contributions(self) -> int:
@@ -80,7 +80,7 @@ async def measure(case: Cost, rounds: int, at_least_s: float) -> Cost:
         for learner in learners:
             await learner.join()
         for learner in learners[: case.shards]:
-            for fragment in learner.fragments:  # in turn, to save memory in this process
+            for fragment in learner.fragments:  # one after the other, to save memory in this process
                 await learner.seed(noise_of([fragment], 0.02, "float32"))
         await asyncio.gather(*(learner.pulled(0) for learner in learners))
 
@@ -134,8 +134,8 @@ def line_of(cost: Cost) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", type=lambda text: text.split(","), default=list(SWEEPS), help=",".join(SWEEPS))
-    parser.add_argument("--rounds", type=int, default=3, help="measured in each case, after one that is not")
-    parser.add_argument("--seconds", type=float, default=1.0, help="of more rounds, where those take less")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds to measure in each case, after one to warm up")
+    parser.add_argument("--seconds", type=float, default=1.0, help="take more rounds until this much time is measured")
     args = parser.parse_args()
     if unknown := set(args.only) - set(SWEEPS):
         parser.error(f"no such sweep: {', '.join(sorted(unknown))}; there are {', '.join(SWEEPS)}")
@@ -143,7 +143,7 @@ def main() -> None:
     cases = [case for name in args.only for case in SWEEPS[name]]
     print("learners fragments M params shards  s/round shard CPU s per core: contributions/s   MB/s cores")
 
-    async def all_costs() -> list[Cost]:  # in one event loop, because gRPC cannot change it
+    async def all_costs() -> list[Cost]:  # all in one event loop, because gRPC cannot change its loop
         costs = []
         for case in cases:
             costs.append(await measure(case, args.rounds, args.seconds))

@@ -31,7 +31,7 @@ from words import ROWS, Cluster, Plan, Trained
 MEAN_MOST, ONE_MOST = 0.2, 1.0
 """Largest increase of the loss in percent: on average, and in one cluster."""
 STREAK_MOST = 3
-"""Most consecutive contributions cut by more than half; from the first to the last, two H pass."""
+"""Maximum number of consecutive contributions cut by more than half: from the first to the last, 2 H steps pass."""
 Trust = Literal["members", "strangers"]
 
 
@@ -42,7 +42,7 @@ USUAL = Plan()
 
 
 def alike(learners: int, plan: Plan = USUAL, **first: object) -> tuple[Plan, ...]:
-    """A cluster of this many learners, of which the first differs."""
+    """A cluster of this many learners, of which the first one differs."""
     return (replace(plan, **first), *[plan] * (learners - 1))  # type: ignore[arg-type]
 
 
@@ -130,7 +130,7 @@ def drawn(seed: int, number: int) -> Cluster:
 
 
 def _rows(r: random.Random, tokens: int, count: int) -> int:
-    """Rows of a batch, up to `tokens` times another's."""
+    """Rows of a learner's batch, drawn so that one learner may have up to `tokens` times as many as another."""
     if tokens == 1:
         return ROWS
     most: float = tokens ** r.random() * (1 if tokens > 64 else ROWS / 4)
@@ -156,7 +156,7 @@ class Cost:
     cluster: Cluster
     loss: float
     worse: float
-    """Percent above the loss without the guard; NaN if training itself diverges."""
+    """How far the loss is above that without the guard, in percent. NaN if training diverges without it, too."""
     refused: dict[str, int]
     left_out: dict[str, float]
     least_kept: float
@@ -195,7 +195,7 @@ def cost(name: str, cluster: Cluster, trust: Trust) -> Cost:
 
 
 def interval(values: Sequence[float]) -> str:
-    """Mean and 95 % interval."""
+    """The mean and the 95 % interval, as text."""
     half = 1.96 * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
     return f"{fmean(values):+.3f} +- {half:.3f} %"
 

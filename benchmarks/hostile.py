@@ -4,10 +4,10 @@
     python benchmarks/hostile.py --record           # also write benchmarks/results/hostile.md
 
 Whole runs in the lab: production cores in virtual time, a small GPT over bytes, H = 12, 40 versions, int4 up and int8
-down. All learners train equally long, and lower their rates to zero. A faulty member sends wrong values for the last
-four fifths of the run, unknowingly. An attacking stranger sees what the others have sent to the round. Each figure is
-the loss relative to that of the healthy learners alone, so 1.00 means that the bad learner costs no more than its
-absence. Figures are means over seeds, which differ by 0.3 %.
+down. All learners train equally long, and lower their learning rates to zero. A faulty member unknowingly sends wrong
+values in the last four fifths of the run. An attacking stranger sees what the others have sent to the round. Each
+figure is the loss divided by that of the healthy learners alone, so 1.00 means that a bad learner costs no more than
+its absence. Figures are means over seeds, which differ by 0.3 %.
 """
 
 from __future__ import annotations
@@ -70,16 +70,16 @@ def replay(own: Tensor, others: Sequence[Tensor], memory: Memory) -> Tensor:
 
 
 def just_under(own: Tensor, others: Sequence[Tensor], memory: Memory) -> Tensor:
-    """Point against the others' mean as far as chance hides it, at the median length, which is the most that counts.
+    """Point against the others' mean, as far as chance hides it. The length is the median, the most that counts.
 
-    Most of it lies along another direction in each round, which all attackers share.
+    Most of the contribution lies along a random direction, which all attackers share and which changes each round.
     """
     memory["round"] = memory.get("round", torch.zeros(())) + 1
     return _away(own, others, seed=int(memory["round"]), agree=0.03)
 
 
 def one_way(own: Tensor, others: Sequence[Tensor], memory: Memory) -> Tensor:
-    """As `just_under`, along one direction in all rounds."""
+    """The same as `just_under`, but along one direction in all rounds."""
     return _away(own, others, seed=1, agree=0.03)
 
 
@@ -123,7 +123,7 @@ CUNNING: dict[str, Values] = {
     "2^40 tokens, one direction": one_way,
 }
 Text = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Inputs and targets of a batch -> those of a learner with its own text."""
+"""Inputs and targets of a batch -> those of a learner that reads a text of its own."""
 READS: dict[str, Text] = {
     "healthy, reads the same backwards": lambda inputs, targets: (targets.flip(-1), inputs.flip(-1)),
     "healthy, reads another alphabet": lambda inputs, targets: ((inputs + 128) % 256, (targets + 128) % 256),
@@ -180,7 +180,7 @@ def _values(payload: Payload) -> Tensor:
 
 
 class Reader(BuiltIn):
-    """The task, with another text for the last learner."""
+    """The task, with a different text for the last learner."""
 
     def __init__(self, settings: Settings, what: str) -> None:
         super().__init__(settings)
@@ -237,13 +237,13 @@ class Attacked(LockstepRun):
 class Result:
     loss: float
     left_out_after: float
-    """Steps from its first bad contribution until it was left out; infinity: never."""
+    """Steps from the first bad contribution of a faulty learner until it was left out. Infinity: never."""
     wrongly: int
     """Healthy learners that were left out."""
     cosine: float
-    """Cosine of the last learner's final contributions with the others of their rounds."""
+    """Mean cosine between the last learner's final contributions and the others in their rounds."""
     others: float
-    """Cosine of these with each other."""
+    """Mean cosine among those others."""
 
 
 def run(case: Case) -> Result:

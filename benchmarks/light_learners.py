@@ -59,7 +59,7 @@ SCHEDULER_CLOCK = 2
 
 
 def tensors_of(parameters: int) -> tuple[TensorSpec, ...]:
-    """A transformer of about this size: 10 layers at most 768 wide, and an embedding with the rest."""
+    """A transformer of about this size: 10 layers, at most 768 wide, and an embedding with the other parameters."""
     width = max(16, min(WIDEST, int(math.sqrt(0.75 * parameters / (12 * LAYERS))) // 16 * 16))
     layer = [
         ("qkv", (3 * width, width)),
@@ -95,7 +95,7 @@ class Member:
         return int(found[1]) * 1024
 
     def cpu_s(self) -> float:
-        """CPU seconds of all its threads so far, user and system, in nanosecond resolution."""
+        """CPU seconds of all its threads so far, user and system, with a resolution of nanoseconds."""
         return time.clock_gettime(~self.pid << 3 | SCHEDULER_CLOCK)
 
 
@@ -128,7 +128,7 @@ def running_shards(count: int, *settings: str) -> Iterator[list[Member]]:
 
 
 class Accepted:
-    """Bytes of accepted contributions that are in no announced version yet: the current sum, and its maximum."""
+    """Counts bytes of accepted contributions that are in no announced version yet: the current sum, and its maximum."""
 
     def __init__(self) -> None:
         self.most = 0
@@ -154,7 +154,7 @@ class LightLearner:
         self, learner_id: str, shard: Member, manifest: Manifest, fragments: Sequence[Fragment],
         contributions: Mapping[int, Payload], accepted: Accepted,
     ) -> None:  # fmt: skip
-        """`fragments`: of this shard. `contributions`: fragment id -> the payload it contributes every time."""
+        """`fragments`: those of this shard. `contributions`: fragment id -> the payload of each contribution."""
         self.bytes_pushed = 0
         self.bytes_pulled = 0
         self.fragments = fragments
@@ -233,7 +233,7 @@ class LightLearner:
         await asyncio.gather(*(contribute() for _ in range(min(rounds, TRANSFERS_AT_ONCE))))
 
     async def pulled(self, version: int) -> None:
-        """Wait until it has pulled this version of every fragment."""
+        """Wait until the learner has pulled this version of every fragment."""
         async with self._pulled_more:
             await self._pulled_more.wait_for(
                 lambda: all(self._pulled.get(f.fragment_id, -1) >= version for f in self.fragments)
@@ -246,7 +246,7 @@ class LightLearner:
         return rpc.metadata_of(self._identity, None)
 
     async def _push(self, fragment_id: int, payload: Payload, round_number: int, tokens: int, steps: int) -> None:
-        """Push until answered. Raises the Refusal or AioRpcError at which a real learner would give up."""
+        """Push until there is an answer. Raises a Refusal or AioRpcError if a real learner would give up."""
         header = PushHeader(
             fragment_id, round_number, self._identity.epoch, max(0, round_number - 1), tokens, steps,
             payload.header, self._digest,
@@ -284,7 +284,7 @@ class LightLearner:
             await self.step(self._inner_step)
 
     async def _pull_all(self) -> None:
-        """Pull fragments in turn, only the newest version, as a learner does."""
+        """Pull one fragment after the other, always the newest version, as a learner does."""
         while True:
             await self._news.wait()
             self._news.clear()

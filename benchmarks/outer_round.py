@@ -5,9 +5,9 @@
     python benchmarks/outer_round.py --params 1e6 --learners 1 --shards 1 --rounds 3
 
 Real shard and learner processes on loopback. In a round, every learner snapshots, encodes and pushes all fragments, the
-shards merge and step, and every learner pulls, decodes and applies. In turn with the rounds, torch.distributed with
-Gloo all-reduces as many float32 parameters among the same learner processes. The first rounds are not counted, because
-they fault in memory. Needs Linux, and about 50 bytes of memory per parameter and learner.
+shards merge and step, and every learner pulls, decodes and applies. After each round, torch.distributed with Gloo
+all-reduces as many float32 parameters among the same learner processes. The first rounds are not counted, because they
+fault in memory. Needs Linux, and about 50 bytes of memory per parameter and learner.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def run_learner(spec: LearnerSpec, pipe: Connection) -> None:
 
     "round"  change the parameters, say "ready"; at "go" take part until every fragment has its next version; say "done"
     "gloo"   say "ready"; at "go" all-reduce as many float32 with Gloo; say "done"
-    "usage"  also before "go": say CPU seconds, memory, bytes in both directions
+    "usage"  (also allowed before "go") send CPU seconds, memory, and bytes in both directions
     "end"    leave
     """
     tune_allocator()
@@ -82,7 +82,7 @@ def run_learner(spec: LearnerSpec, pipe: Connection) -> None:
     mean_merge = {t.name.replace(".", "_") for t in spec.tensors if t.rule == "mean"}
     reduced = torch.ones(sum(t.num_elements for t in spec.tensors))
     dist.init_process_group("gloo", init_method=spec.gloo, rank=spec.rank, world_size=spec.learners)
-    dist.all_reduce(reduced)  # its buffers are not ours
+    dist.all_reduce(reduced)  # allocates Gloo's buffers now, so they do not count as ours
     memory = OwnMemory()
     learner = diloco_worker.join(
         spec.shards, model, learner_id=f"learner-{spec.rank}", mean_merge=mean_merge, wait_s=ROUND_S,
@@ -141,7 +141,7 @@ def change(model: Weights, noise: torch.Generator) -> None:
 
 
 def take_round(learner: diloco_worker.Learner) -> None:
-    """Take the one inner step of a round, then take part until every fragment has its next version."""
+    """Take the only inner step of a round, then take part until every fragment has its next version."""
     assert learner.core is not None
     fragments = learner.core.fragments.values()
     target = 1 + min(f.version for f in fragments)
@@ -268,7 +268,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         usage = Usage(Learners(specs, stack), shards)
         usage.learners.timed("round")
         taken: list[tuple[float, float]] = []
-        """Seconds of each round, and of Gloo."""
+        """Seconds of each round, and of the all-reduce after it."""
         for i in range(1 - WARM_UP, args.rounds):
             taken.append((usage.in_round(count=i >= 0), usage.learners.timed("gloo")))
             which = f"round {i + 1} of {args.rounds}" if i >= 0 else "warming up"

@@ -1,6 +1,6 @@
 """Makes the picture and the page of docs/planner.md: goodput over chips for four ways of training.
 
-Writes docs/images/planner.png and docs/assets/planner.html, a page that needs no server. A minute on one core.
+Writes docs/images/planner.png and docs/assets/planner.html, a page that needs no server. Takes one core a minute.
 """
 
 from __future__ import annotations

@@ -43,11 +43,11 @@ class Shown:
     results: str
     """benchmarks/results/quality_RESULTS.jsonl"""
     base: str = ""
-    """The arm that all are compared with,"""
+    """The arm with which all others are compared. Not used if there are `pairs`."""
     pairs: Sequence[tuple[str, str]] = ()
-    """or pairs to compare."""
+    """Pairs of arms to compare."""
     title: str = ""
-    """The title of the run; default: the name of its arm."""
+    """The title of the run. Empty: the name of its arm."""
 
 
 FOLDERS = [
@@ -58,12 +58,12 @@ FOLDERS = [
 
 
 def default_table() -> str:
-    """The results of the arms that set nothing of shards: from scratch, and going on from a trained model."""
+    """The results of arms with default settings of shards: from scratch, and going on from a trained model."""
     lines = runner.load(RESULTS / "quality_default.jsonl")
     arms = {path.stem: load_arm(path) for path in sorted((ROOT / "benchmarks" / "default").glob("*.toml"))}
     rows = ["| run | loss | above data-parallel | above the defaults before |", "| --- | ---: | ---: | ---: |"]
     for name in (name for name in arms if not name.startswith(("before", "data_parallel"))):
-        plain = name[: name.index("_versions")].removeprefix("classic_") + "_versions"  # the rest is what differs
+        plain = name[: name.index("_versions")].removeprefix("classic_") + "_versions"  # arms differ in the rest
         others = f"data_parallel_{plain}", f"before_{name}"
         held = [_gap(arms[name], arms[other], lines) if other in arms else "" for other in others]
         rows += _row(_words(name), arms[name], lines, held)

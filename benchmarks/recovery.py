@@ -37,8 +37,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", type=int, default=100_000_000)
     parser.add_argument("--fragments", type=int, default=24)
-    parser.add_argument("--folder", type=Path, help="on the disk to measure; default: the temporary folder's")
-    parser.add_argument("--pull", default="bfloat16", help="sync.pull; where it sends changes, the anchor is kept too")
+    parser.add_argument("--folder", type=Path, help="a folder on the disk to measure; default: the temporary folder")
+    parser.add_argument("--pull", default="bfloat16", help="sync.pull; if it sends changes, anchors are stored, too")
     args = parser.parse_args()
     tune_allocator()
     torch.set_num_threads(1)
@@ -96,7 +96,7 @@ def recover(folder: Path, settings: Settings) -> dict[str, float]:
         process.terminate()
         said = process.communicate()[1]
     (recovered,) = [line for line in said.splitlines() if " recovered " in line and "took_s=" in line]
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)  # of one child, up to its end
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)  # there was one child, and it has ended
     return {
         "start_to_serving_s": served_s,
         "of_that_recovery_s": float(recovered.split("took_s=")[1].split()[0]),

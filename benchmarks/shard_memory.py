@@ -57,7 +57,7 @@ def main() -> int:
     parser.add_argument("--parameters", type=int, default=100_000_000)
     parser.add_argument("--learners", type=int, default=4)
     parser.add_argument("--fragments", type=int, default=24)
-    parser.add_argument("--rounds", type=int, default=3, help="of every fragment")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of every fragment")
     parser.add_argument("--push", default="int8", help="encoding of contributions (sync.push)")
     parser.add_argument("--pull", default="bfloat16", help="encoding of versions (sync.pull)")
     args = parser.parse_args()

@@ -6,7 +6,7 @@
 A step sleeps for most of its time, like a loop that waits for its accelerator, and changes a 24th of the parameters.
 With P = H = 24, about one fragment is contributed and one version applied per step. For comparison, the loop also adds
 one tensor of a fragment's size to another: applying a version cannot cost less. Snapshots, which are complete when
-`step` returns, are reported separately, next to copies of another fragment's values just before.
+`step` returns, are reported separately, with the time to copy another fragment's values just before.
 
 Exits with 1 if `learner.step` without its snapshots took more than 1 % of a 100 ms step in the median or more than 10
 ms at the 99th percentile, if a snapshot took longer than a copy (medians), or if fewer than half a contribution was
@@ -61,9 +61,9 @@ class Measured:
     inside_s: list[float] = field(default_factory=list)
     """Seconds inside `learner.step`."""
     addition_s: list[float] = field(default_factory=list)
-    """Seconds of the comparison addition, just before it, under the same traffic."""
+    """Seconds of the addition for comparison, just before `learner.step`, under the same traffic."""
     copy_s: list[float] = field(default_factory=list)
-    """Seconds to copy another fragment's values, at the same place."""
+    """Seconds to copy another fragment's values, also just before `learner.step`."""
     snapshot_s: list[float] = field(default_factory=list)
     """Seconds inside `learner.step` for the snapshots of that step."""
     counts: dict[str, float] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class Loop:
         self._flat = [parameter.detach().view(-1) for parameter in self.model.parameters()]
         self._number = 0
         size = sum(flat.numel() for flat in self._flat) // FRAGMENTS
-        self._pairs = [(torch.ones(size), torch.ones(size)) for _ in range(4)]  # ones: memory is allocated
+        self._pairs = [(torch.ones(size), torch.ones(size)) for _ in range(4)]  # ones, so that memory is allocated
         self._copy = torch.ones(2 * size)
 
     def step(self) -> None:
@@ -103,7 +103,7 @@ class Loop:
         return time.perf_counter() - began
 
     def copy_once(self, core: LearnerCore) -> float:
-        """Seconds to copy the parameters of a fragment, another one each time."""
+        """Seconds to copy the parameters of a fragment. Copies a different fragment each time."""
         tensors = core.fragments[self._number % len(core.fragments)].tensors
         out = self._copy[: tensors.fragment.num_elements]
         began = time.perf_counter()
@@ -181,7 +181,7 @@ def counts(learner: diloco_worker.Learner) -> dict[str, float]:
 
 
 def in_rows(tensors: Sequence[TensorSpec], count: int) -> tuple[TensorSpec, ...]:
-    """The same elements in about `count` tensors of some rows each."""
+    """The same elements in about `count` tensors, each with some of the rows."""
     each = sum(t.num_elements for t in tensors) // count
     found = []
     for tensor in tensors:
@@ -264,7 +264,7 @@ def main() -> int:
     parser.add_argument("--shards", type=int, default=2)
     parser.add_argument("--push", default="int8", help="encoding of contributions (sync.push)")
     parser.add_argument("--pull", default="bfloat16", help="encoding of versions (sync.pull)")
-    parser.add_argument("--steps", type=int, default=300, help="that are measured (default: 300)")
+    parser.add_argument("--steps", type=int, default=300, help="number of steps to measure (default: 300)")
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     result = measure(args)

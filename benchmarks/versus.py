@@ -1,4 +1,4 @@
-"""The comparison that users make: the same training by ours and its peers, over real, thin links.
+"""The comparison that users make: the same training with ours and with its peers, over real, thin links.
 
     sudo .venv/bin/python benchmarks/versus.py                                     # what is missing, then the page
     sudo .venv/bin/python benchmarks/versus.py --only ours,ddp --links 100mbit --cases plain --again
@@ -12,8 +12,8 @@ Needs root, iproute2, nsenter and unshare, and the peers, each in an environment
     ... versus.py --venvs VENVS
 
 DDP and ours run under the Python of this script. A run takes about a minute; a peer that is not installed is skipped.
-Let nothing else run on the machine. Results are lines in benchmarks/results/versus.jsonl, one for each system, link,
-case and seed; the newest one counts.
+Let nothing else run on the machine. Each run adds a line to benchmarks/results/versus.jsonl. The newest line counts for
+each system, link, case and seed.
 """
 
 from __future__ import annotations
@@ -48,55 +48,55 @@ COMMIT = subprocess.run(
     ["git", "describe", "--always", "--dirty"], cwd=HERE, capture_output=True, text=True, check=False
 ).stdout.strip()
 PEERS = {"torchft": "torchft", "hivemind": "hivemind", "flower": "flwr"}
-"""System -> its package, and the environment that has it."""
+"""System -> its package, which is also the name of its environment."""
 CORES = 2
 """All processes of a run share this many cores."""
 START_S = 300.0
 WORKERS = {"plain": 4, "slow": 4, "killed": 4, "many": 16}
-"""In each case. The last worker is slow, or is killed; no service runs beside it."""
+"""Case -> number of workers. The last worker is slow, or is killed; no service runs beside it."""
 STEP_S = 0.1
-"""Seconds of an inner step, times the workers: each computes for about 0.1 s of a core in a step. That is half of the
-machine, so that systems differ by what they do with the links, and not by what two cores allow."""
+"""Seconds of an inner step per worker: with 4 workers, a step takes 0.4 s. Each computes for about 0.1 s of it. So half
+of the two cores stays free, and systems differ by what they do with the links, not by what two cores allow."""
 LOOK_S = 0.05
 TRIES = 8
-"""A worker that ends by itself is started again this often, as any cluster manager would."""
+"""How many times in a run a worker that ended by itself is started again, as any cluster manager would do."""
 SYSTEMS = {
     "ours": (0, 1), "float32": (0, 1), "tls": (0, 1), "ddp": (), "torchft": (0,), "hivemind": (0,), "flower": (0,),
     "alone": (),
 }  # fmt: skip
-"""Name -> workers beside whose machine a service of the system runs (shards, lighthouse, first DHT node)."""
+"""Name -> the workers on whose machines a service of the system runs (shards, lighthouse, first DHT node)."""
 TORCHRUN = [
     "--nnodes={least}:{most}", "--nproc-per-node=1", "--max-restarts=20", "--rdzv-backend=c10d", "--rdzv-id=versus",
     "--rdzv-conf=is_host={is_host}",
 ]  # fmt: skip
-"""With the timeouts that it has by default."""
+"""Options of torchrun. Its timeouts are the defaults."""
 
 
 # ------------------------------------------------------------ machines
 
 INSIDE = "eth0"
-"""Name of its link's device on each machine."""
+"""Name of the link's device on each machine."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """Of each machine to the hub, both ways."""
+    """The link of each machine to the hub, the same in both directions."""
 
     rate: str
     burst: str
     delay_s: float = 0.0
-    """Of the link, one way. Two machines are two links apart, so there and back takes four times that."""
+    """Delay of the link, one way. Two machines are two links apart, so a round trip takes four times as long."""
 
 
 LINKS = {"1gbit": Link("1gbit", "1mb"), "100mbit": Link("100mbit", "256kb"), "20mbit": Link("20mbit", "64kb", 0.01)}
 
 
 class Machines:
-    """`count` machines, network namespaces around a hub, with the same link each. Needs root.
+    """`count` machines: network namespaces around a hub, each with the same link. Needs root.
 
-    A link is a veth pair or, where packets should take time, two TUN devices with a forwarder between them (`LongLink`
-    of the fault tests). Both of its ends are shaped by `tc tbf`. A process on a machine has a process namespace of its
-    own, and whatever it starts dies with it. All that was made is taken away at the end, also after a failure.
+    A link is a veth pair. If packets should take time, it is two TUN devices with a forwarder between them (`LongLink`
+    of the fault tests). `tc tbf` shapes both ends. A process on a machine has a process namespace of its own, and
+    everything that it starts dies with it. At the end, everything that was made is removed, also after a failure.
     """
 
     def __init__(self, count: int, link: Link, stack: ExitStack) -> None:
@@ -116,7 +116,7 @@ class Machines:
             self._plug_in(i)
 
     def command(self, machine: int, command: list[str]) -> list[str]:
-        """What runs `command` on a machine. Killing it kills all that it has started there."""
+        """A command that runs `command` on a machine. Killing it kills everything that it has started there."""
         return [
             "nsenter", f"--net=/run/netns/{self._names[machine]}",
             "unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc",
@@ -125,7 +125,7 @@ class Machines:
         ]  # fmt: skip
 
     def sent_bytes(self) -> int:
-        """By all machines together onto their links so far."""
+        """Bytes that all machines together have sent onto their links so far."""
         shown = (json.loads(run("ip", "-s", "-j", "-n", name, "link", "show", INSIDE)) for name in self._names)
         return sum(int(found[0]["stats64"]["tx"]["bytes"]) for found in shown)
 
@@ -163,7 +163,7 @@ class Cell:
 
     @property
     def pace(self) -> int:
-        """Everything takes this many times as long, because more workers share the cores."""
+        """How many times as long everything takes, because more workers share the cores."""
         return WORKERS[self.case] // WORKERS["plain"]
 
     @property
@@ -173,15 +173,15 @@ class Cell:
 
 @dataclass(frozen=True)
 class Times:
-    """In seconds, of one run."""
+    """The times of one run, in seconds."""
 
     warm: float = 10.0
-    """From the first step; not measured."""
+    """Time from the first step that is not measured."""
     measured: float = 40.0
     kill_after: float = 10.0
-    """From the beginning of what is measured."""
+    """Time from the beginning of the measurement to the kill."""
     away: float = 30.0
-    """Until the killed worker is started again. Such a run is measured for so much longer."""
+    """Time until the killed worker is started again. The measurement takes this much longer in such a run."""
 
 
 class Cluster:
@@ -203,11 +203,11 @@ class Cluster:
         self._workers[rank] = self._start("worker", rank)
 
     def kill(self, rank: int) -> None:
-        """The worker and all that belongs to it."""
+        """Kill the worker and everything that it has started."""
         _end(self._workers.pop(rank))
 
     def tend(self) -> None:
-        """Start again what has ended by itself."""
+        """Start workers again that have ended by themselves. Raises RuntimeError if there are too many."""
         for rank, process in list(self._workers.items()):
             if process.poll() is not None:
                 why = f"worker {rank} ended with {process.returncode}: {self.last_words(f'worker-{rank}')}"
@@ -255,7 +255,7 @@ class Cluster:
 
 
 def run_cell(cell: Cell, python: str, times: Times, text: tuple[bytes, bytes]) -> dict[str, Any]:
-    """The figures of one run; if it fails, what happened. `text`: to train on, and held out."""
+    """The figures of one run, or what happened if it failed. `text`: the text to train on, and the held-out text."""
     workers = WORKERS[cell.case]
     base = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with ExitStack() as stack:
@@ -309,7 +309,7 @@ def _run(cell: Cell, cluster: Cluster, task: Task, machines: Machines, times: Ti
 
 
 def _tend_until(ended: float, cluster: Cluster, due: list[tuple[float, Callable[[], None]]]) -> None:
-    """Do what is due when it is due."""
+    """Tend the cluster until this time, and make each call in `due` at its time."""
     while (now := time.monotonic()) < ended:
         while due and now >= due[0][0]:
             due.pop(0)[1]()
@@ -323,7 +323,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _busy_s() -> float:
-    """Seconds of CPU that this machine has spent since it started, of all its cores, the kernel's included."""
+    """CPU seconds that all cores of this machine have spent since it started, including those of the kernel."""
     user, nice, system, _, _, irq, soft = (int(t) for t in Path("/proc/stat").read_text().split("\n")[0].split()[1:8])
     return float(user + nice + system + irq + soft) / os.sysconf("SC_CLK_TCK")
 
@@ -337,12 +337,12 @@ def main() -> int:
         if problem := _problem():
             print(problem, file=sys.stderr)
             return 2
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that machines and links are taken away
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that machines and links are removed
         try:
             os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
             _run_missing(args)
         except NotPossible as error:
-            print(f"this machine does not let us make machines and links: {error}", file=sys.stderr)
+            print(f"cannot make network namespaces and links on this machine: {error}", file=sys.stderr)
             return 2
     versus_page.write(read(RESULTS))
     return 0
@@ -371,7 +371,7 @@ def _run_missing(args: argparse.Namespace) -> None:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The newest result of each cell, in the order of links, cases, systems and seeds."""
+    """The newest result of each cell, sorted by link, case, system and seed."""
     lines = path.read_text().splitlines() if path.exists() else []
     newest = {(r["link"], r["case"], r["system"], r["seed"]): r for r in ({"seed": 0} | json.loads(x) for x in lines)}
     order = [(link, case, system) for link in LINKS for case in WORKERS for system in SYSTEMS]
@@ -384,13 +384,13 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--links", type=lambda t: t.split(","), default=[*LINKS], help=",".join(LINKS))
     parser.add_argument("--cases", type=lambda t: t.split(","), default=[*WORKERS], help=",".join(WORKERS))
     parser.add_argument("--venvs", type=Path, help="folder with an environment for each peer, VENVS/torchft ...")
-    parser.add_argument("--again", action="store_true", help="run also what has a result")
+    parser.add_argument("--again", action="store_true", help="also run cells that have a result")
     parser.add_argument("--seconds", type=float, default=Times.measured, help="measured in a run; default %(default)g")
-    parser.add_argument("--seed", type=int, default=0, help="of the initial values and the text")
-    parser.add_argument("--page", action="store_true", help="run nothing, write page and picture")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the initial values and the text")
+    parser.add_argument("--page", action="store_true", help="run nothing; only write page and picture")
     args = parser.parse_args()
     if unknown := {*args.only, *args.links, *args.cases} - {*SYSTEMS, *LINKS, *WORKERS}:
-        parser.error(f"no such thing: {', '.join(unknown)}")
+        parser.error(f"no such system, link or case: {', '.join(unknown)}")
     args.times = Times(measured=args.seconds)
     return args
 

@@ -1,6 +1,6 @@
-"""From what the workers of versus.py wrote down to figures, and from those to docs/comparison.md and its picture.
+"""Turns what the workers of versus.py wrote down into figures, and these into docs/comparison.md and its picture.
 
-The words of the page stay. A table stands between `<!-- table: NAME -->` and `<!-- end -->`.
+The text of the page stays. Each table stands between `<!-- table: NAME -->` and `<!-- end -->`.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ NAMES = {
 }  # fmt: skip
 LINKS = {"1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s", "20mbit": "20 Mbit/s"}
 CASES = {"plain": "all alike", "slow": "one worker 3 x slower", "killed": "one worker killed, then back"}
-"""With four workers."""
+"""The cases with four workers."""
 MANY = "many"
-"""Sixteen workers, all alike."""
+"""The case with sixteen workers, all alike."""
 COLOURS = {
     "ours": "#c8372d", "ddp": "#777777", "torchft": "#1f6fb4", "hivemind": "#2c9150", "alone": "#c9c2b0",
     "float32": "#e09a3a", "tls": "#7a1f18", "flower": "#7d4fa3",
@@ -42,30 +42,30 @@ Result = dict[str, Any]
 OURS = ("ours", "float32", "tls")
 END_S = 5.0
 Figure = tuple[Callable[[Result], float | None], str]
-"""A figure of a result, and its shape."""
+"""A function from a result to a figure, and the format of the figure."""
 FIGURES: Sequence[Figure] = (
     (itemgetter("merged_per_s"), "{:.0f}"),
     (lambda r: 1000 * r["stall_max_s"], "{:,.0f}"),
     (lambda r: loss_at_end(r), "{:.2f}"),
 )
-"""Of each case."""
+"""The figures that are shown for each case."""
 COSTS: Sequence[Figure] = (
     (itemgetter("bytes_per_token"), "{:,.0f}"),
     (itemgetter("cpu_ms_per_token"), "{:.2f}"),
 )
 LOSS_TOP = 3.7
-"""The picture begins here: everybody comes down to it within 5 s."""
+"""Top of the picture: the loss of every system falls to this within 5 s."""
 HELD_OUT_BYTES = 4096
 PACE_S, PACE_SHARE = 4.0, 0.9
 COUNTS_OWN = {"hivemind", "flower"}
-"""Each worker counts its own merged tokens. In the other systems, each knows those of all."""
+"""In these systems, each worker counts its own merged tokens. In the others, each worker knows those of all."""
 
 # ---------------------------------------------------------------- figures
 
 
 @dataclass(frozen=True)
 class Window:
-    """What of a run is measured, in seconds of the monotonic clock."""
+    """The part of a run that is measured. Times are in seconds of the monotonic clock."""
 
     began: float
     ended: float
@@ -78,7 +78,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Steps:
-    """Of one process of one worker, at the ends of its inner steps."""
+    """What one process of a worker wrote down at the end of each inner step."""
 
     at: list[float]
     tokens: list[float]
@@ -115,7 +115,7 @@ def of_run(task: Task, case: str, window: Window, system: str) -> dict[str, Any]
 
 
 def read_steps(folder: Path, rank: int) -> list[Steps]:
-    """Of each process of this worker, the oldest first."""
+    """The steps of each process of this worker, the oldest process first."""
     paths = sorted(folder.glob(f"steps-{rank}-*.txt"), key=lambda p: float(p.stem.split("-")[2]))
     found = []
     for path in paths:
@@ -126,9 +126,9 @@ def read_steps(folder: Path, rank: int) -> list[Steps]:
 
 
 def merged_at(workers: dict[int, list[Steps]], at: float, own: bool) -> float:
-    """Tokens that were merged by then: a straight line between two moments at which a worker saw the count grow.
+    """Tokens that were merged by this time, interpolated between two moments at which a worker saw the count grow.
 
-    Systems merge in lumps of H steps. The line keeps the lumps at the ends of a window from making a difference.
+    Systems merge in lumps of H steps. The interpolation keeps lumps at the ends of a window from changing the result.
     """
     if own:
         return sum(_merged_by(steps, at) for processes in workers.values() for steps in processes)
@@ -149,8 +149,8 @@ def _merged_by(steps: Steps, at: float) -> float:
 
 
 def stalls_of(processes: Sequence[Steps], step_s: float, window: Window) -> list[float]:
-    """Seconds beyond the time of computing, of each step in the window. The time between two processes counts, and the
-    time from the last step to the end, if that is more than a step."""
+    """Seconds by which each step in the window took longer than computing. This includes the time between two
+    processes, and the time from the last step to the end, if that is more than a step."""
     ends = [t for steps in processes for t in steps.at if t <= window.ended]
     found = [b - a - step_s for a, b in pairwise(ends) if b > window.began]
     rest = window.ended - (ends[-1] if ends else window.began) - step_s
@@ -160,8 +160,8 @@ def stalls_of(processes: Sequence[Steps], step_s: float, window: Window) -> list
 def full_pace_s(workers: dict[int, list[Steps]], task: Task, window: Window) -> float | None:
     """Seconds from the killed worker's second start until all workers train at full pace again.
 
-    Full pace: in the next `PACE_S` seconds the workers together take at least `PACE_SHARE` of the steps that they would
-    take without any system. None: not within the window.
+    Full pace: in the next `PACE_S` seconds, the workers together take at least `PACE_SHARE` of the steps that they
+    would take without any system. None: this does not happen within the window.
     """
     assert window.back is not None
     at = sorted(t for processes in workers.values() for steps in processes for t in steps.at)
@@ -173,9 +173,9 @@ def full_pace_s(workers: dict[int, list[Steps]], task: Task, window: Window) -> 
 
 
 def losses(task: Task) -> list[tuple[float, float]]:
-    """Seconds since the beginning -> held-out loss of the mean of the models of all workers, in nats per byte.
+    """Pairs: seconds since the beginning, and the held-out loss of the mean of all workers' models, in nats per byte.
 
-    The mean stands for the model that a system would hand out. With DDP all models are equal.
+    The mean stands for the model that a system would give its users. With DDP, all models are equal.
     """
     by_number: dict[int, list[Path]] = defaultdict(list)
     for path in Path(task.folder).glob("model-*.pt"):
@@ -204,7 +204,7 @@ def _loss(model: SmallGpt, text: torch.Tensor, task: Task, paths: list[Path]) ->
 
 
 def line(r: Result) -> str:
-    """One result for a person."""
+    """One result as a line for people."""
     name = f"{r['system']:<9} {r['link']:<8} {r['case']:<7}"
     if "failed" in r:
         return f"{name} failed: {r['failed']}"
@@ -215,12 +215,12 @@ def line(r: Result) -> str:
 
 
 def loss_at_end(r: Result) -> float:
-    """Held-out loss `END_S` before the end, when all systems have copied their models for the last time."""
+    """Held-out loss `END_S` before the end. All systems have saved their models for the last time by then."""
     return loss_at(r, r["times"]["warm"] + r["seconds"] - END_S)
 
 
 def loss_at(r: Result, seconds: float) -> float:
-    """The last held-out loss until then."""
+    """The last held-out loss up to this time."""
     return next((float(loss) for at, loss in reversed(r["losses"]) if at <= seconds), float("nan"))
 
 
@@ -229,7 +229,7 @@ def _filled(text: str, place: re.Match[str]) -> str:
 
 
 def write(results: Sequence[Result]) -> None:
-    """Put tables of what is there into the page, and draw the picture anew."""
+    """Put tables of these results into the page, and redraw the picture."""
     page = PAGE.read_text()
     for name, text in {"cases": table(results), "many": many(results), "age": age(results)}.items():
         found = re.compile(rf"(<!-- table: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -239,7 +239,7 @@ def write(results: Sequence[Result]) -> None:
 
 
 def table(results: Sequence[Result]) -> str:
-    """A row for each link and system: all alike, with one slow worker, with one killed. Medians of the seeds."""
+    """A row for each link and system: all workers alike, one slow, one killed. Figures are medians over seeds."""
     heads = [head for what in ("merged tokens/s", "longest stall, ms", "loss") for head in (what, "slow", "killed")]
     heads += ["full pace again, s", "bytes per token", "CPU, ms per token"]
     rows = _head(heads)
@@ -253,7 +253,7 @@ def table(results: Sequence[Result]) -> str:
 
 
 def many(results: Sequence[Result]) -> str:
-    """A row for each link and system with sixteen workers. Medians of the seeds."""
+    """A row for each link and system, with sixteen workers. Figures are medians over seeds."""
     rows = _head(["merged tokens/s", "longest stall, ms", "loss", "bytes per token", "CPU, ms per token"])
     for link, system in dict.fromkeys((r["link"], r["system"]) for r in results if r["case"] == MANY):
         of = [r for r in results if (r["link"], r["system"], r["case"]) == (link, system, MANY)]
@@ -268,7 +268,7 @@ def _head(figures: Sequence[str]) -> list[str]:
 
 
 def _median(results: Sequence[Result], figure: Callable[[Result], float | None], shape: str) -> str:
-    """Of some seeds. "-": not run, or there is no such figure; "no": within no run's time."""
+    """The median over seeds, as text. "-": there are no results. "no": it did not happen in one of the runs."""
     if failed := [r["failed"] for r in results if "failed" in r]:
         return f"could not: {_cell(failed[0])}"
     found = [figure(r) for r in results]
@@ -278,13 +278,13 @@ def _median(results: Sequence[Result], figure: Callable[[Result], float | None],
 
 
 def defaults() -> dict[str, Any]:
-    """Today's, of what a merge depends on."""
+    """Today's default settings on which a merge depends."""
     content = Settings().model_dump(mode="json")
     return {section: content[section] for section in ("sync", "outer")}
 
 
 def age(results: Sequence[Result]) -> str:
-    """What the page says of rows of ours that are older than the defaults."""
+    """What the page says about rows of ours that are older than today's defaults."""
     ours = [r for r in results if r["system"] in OURS]
     old = sorted(r["when"][:10] for r in ours if without_gone(r.get("defaults", {})) != defaults())
     if not old:
@@ -294,7 +294,7 @@ def age(results: Sequence[Result]) -> str:
 
 
 def draw(results: Sequence[Result], picture: Path) -> None:
-    """Held-out loss over wall-clock: a row for each case, a column for each link where all cases ran."""
+    """Draw the held-out loss over wall-clock time: a row for each case, a column for each link with all cases."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,17 +1,17 @@
 """What the processes of each system of versus.py run: `versus_systems.py SYSTEM service|worker NUMBER TASK`.
 
-    ours        a shard lives beside worker 0, another beside worker 1: no machine and no link more. Default settings.
-    float32     ours with torchft's numbers on the wire, H and outer optimizer, so that encodings explain nothing.
+    ours        a shard runs beside worker 0, another beside worker 1: no further machine or link. Default settings.
+    float32     ours with torchft's wire format, H and outer optimizer, so that encodings cannot explain differences.
     tls         ours over mutual TLS.
     ddp         torch DistributedDataParallel over Gloo, started by torchrun. Rank 0 writes a checkpoint to a disk that
-                all share; whoever is (re)started goes on from it. That is how torchrun's own examples survive a death.
-    torchft     Streaming DiLoCo, a lighthouse beside worker 0. Every worker is a replica group of one.
-    hivemind    hivemind.Optimizer, local updates, parameters averaged in the background. The first DHT node lives
+                all share; a worker that is (re)started goes on from it, as in torchrun's own examples.
+    torchft     Streaming DiLoCo, with a lighthouse beside worker 0. Every worker is a replica group of one.
+    hivemind    hivemind.Optimizer, local updates, parameters averaged in the background. The first DHT node runs
                 beside worker 0.
-    flower      FedAvg over gRPC, the server beside worker 0; a round waits for all workers that are there.
-    alone       no system: each worker trains for itself. It shows what the machine allows.
+    flower      FedAvg over gRPC, with the server beside worker 0. A round waits for all workers that are connected.
+    alone       no system: each worker trains by itself. It shows what the machine allows.
 
-Each system runs under a Python of its own, so what it needs is imported where it is used.
+Each system runs under a Python of its own, so its packages are imported where they are used.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from versus_task import WAIT_S, Task, Training
 
 SHARDS, PORT = 2, 50051
 CERTS = "certs"
-"""In the folder of a run over TLS."""
+"""Name of the folder for certificates, in the folder of a run over TLS."""
 FLOWER = 8080
 SAVE_S = 5.0
 LIGHTHOUSE = 29510
 DELAY_STEPS = {"1gbit": 2, "100mbit": 5, "20mbit": 5}
-"""Inner steps between the beginning of a fragment's all-reduce and its use. With 4 fragments and H = 24 at most 5."""
+"""Inner steps from the start of a fragment's all-reduce to the use of its result. At most 5 for 4 fragments, H = 24."""
 TIMEOUT = timedelta(seconds=60)
 
 # ------------------------------------------------------------ ours
 
 
 def serve_ours(task: Task, index: int, more: dict[str, object] | None = None) -> None:
-    """`more`: settings of the shard that are not the defaults."""
+    """`more`: settings of the shard that differ from the defaults."""
     from diloco_server.__main__ import main
 
     settings = {
@@ -120,7 +120,7 @@ def serve_torchft(task: Task, index: int) -> None:
 
     server = LighthouseServer(
         bind=f"[::]:{LIGHTHOUSE}", min_replicas=task.workers // 2, join_timeout_ms=10_000, quorum_tick_ms=100
-    )  # the timeouts of its README
+    )  # the timeouts in torchft's README
     print(server.address(), flush=True)
     while True:
         time.sleep(1)
@@ -166,7 +166,7 @@ def work_torchft(task: Task, rank: int) -> None:
 def serve_hivemind(task: Task, index: int) -> None:
     from hivemind import DHT
 
-    multiprocessing.set_start_method("fork", force=True)  # hivemind's own processes cannot be spawned
+    multiprocessing.set_start_method("fork", force=True)  # hivemind's processes cannot be spawned
     dht = DHT(host_maddrs=[f"/ip4/{task.hosts[0]}/tcp/0"], start=True)
     path = Path(task.folder, "dht")
     path.with_suffix(".tmp").write_text("\n".join(str(address) for address in dht.get_visible_maddrs()))
@@ -229,7 +229,7 @@ def serve_flower(task: Task, index: int) -> None:
 
 
 def work_flower(task: Task, rank: int) -> None:
-    """Flower calls its client, on a thread; the loop gives it H steps and takes the new values."""
+    """Flower calls its client on a thread. The loop trains H steps for each call, and takes the new values."""
     import flwr
 
     training = Training(task, rank)

@@ -1,10 +1,10 @@
-"""The task that all systems of versus.py train on: model, data, pace, and what is written down. Needs only torch.
+"""The task that all systems of versus.py train: model, data, pace, and records. Needs only torch.
 
-Each system runs under a Python of its own, so nothing of this project is imported here. All systems see the same
-initial values (one seed, one version of torch), the same windows of text by rank and step, the same inner optimizer.
+Each system runs under a Python of its own, so nothing of this project is imported here. All systems get the same
+initial values (one seed, one version of torch), the same windows of text by rank and step, and the same optimizer.
 
-An inner step computes its real gradients, then waits until the time is over that an accelerator would have taken. The
-waiting is spread over the layers, forward a third and backward two thirds, so that a system that sends gradients while
+An inner step computes its real gradients, and also waits, so that it takes as long as on an accelerator. The waiting is
+spread over the layers, a third of the time forward and two thirds backward. So a system that sends gradients while
 others are still being computed can hide as much as it could on an accelerator.
 """
 
@@ -22,15 +22,15 @@ import torch
 from torch import Tensor, nn
 
 FORWARD_SHARE = 1 / 3
-"""Of the step; backward has the rest, but for `OPTIMIZER_SHARE`."""
+"""Share of a step for the forward pass. The backward pass has the rest, except for `OPTIMIZER_SHARE`."""
 OPTIMIZER_SHARE = 0.05
 WAIT_S = 320.0
-"""For the others, before training begins."""
+"""How long to wait for the others before training begins."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """Everything that a worker of any system needs to know. Lies as task.json in the folder of the run."""
+    """Everything that a worker of any system needs to know. It is stored as task.json in the folder of the run."""
 
     folder: str
     hosts: tuple[str, ...]
@@ -38,7 +38,7 @@ class Task:
     link: str
     step_s: float
     slow_rank: int = -1
-    """This worker takes `slow_factor` times as long; -1: none."""
+    """The worker that takes `slow_factor` times as long. -1: none."""
     slow_factor: float = 3.0
     sync_every: int = 24
     """H of every system that has one."""
@@ -56,7 +56,7 @@ class Task:
 
     @property
     def tokens(self) -> int:
-        """Of one inner step of one worker."""
+        """Tokens of one inner step of one worker."""
         return self.batch * self.context
 
     @property
@@ -78,7 +78,7 @@ class Task:
 
 
 class Pace:
-    """Waits until an accelerator would have come as far."""
+    """Makes a step wait until an accelerator would have come equally far."""
 
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
@@ -88,7 +88,7 @@ class Pace:
         self._began = time.monotonic()
 
     def wait(self, share: float) -> None:
-        """Until this share of a step is over."""
+        """Wait until this share of the step's time is over."""
         rest_s = self._began + share * self._step_s - time.monotonic()
         if rest_s > 0:
             time.sleep(rest_s)
@@ -133,7 +133,7 @@ class SmallGpt(nn.Module):
             nn.init.normal_(embedding.weight, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits [B, T, 256] of bytes int64 [B, T]."""
+        """The logits, [B, T, 256], for bytes, int64 [B, T]."""
         x = self.bytes(x) + self.places.weight
         backward_share, count = 1 - FORWARD_SHARE - OPTIMIZER_SHARE, len(self.layers)
         for i, layer in enumerate(self.layers):
@@ -145,7 +145,7 @@ class SmallGpt(nn.Module):
         return logits
 
     def quarters(self) -> list[nn.Module]:
-        """The model in four modules of about the same size, for systems that want it so."""
+        """The model as four modules of about the same size, for systems that need it in parts."""
         ends: list[list[nn.Module]] = [[self.bytes, self.places], [], [], [self.norm, self.head]]
         per = len(self.layers) // 4
         layers = list(self.layers)
@@ -153,18 +153,18 @@ class SmallGpt(nn.Module):
 
 
 def make_model(task: Task, pace: Pace | None = None) -> SmallGpt:
-    """The initial model: the same in every system, for one version of torch."""
+    """The initial model. It is the same in every system with the same version of torch."""
     torch.manual_seed(task.seed)
     return SmallGpt(task, pace)
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-    """Nats per byte."""
+    """The loss in nats per byte."""
     return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 class Text:
-    """The windows of one worker: those of a step are a pure function of seed, rank and step."""
+    """The windows of text of one worker. Those of a step are a pure function of seed, rank and step."""
 
     def __init__(self, task: Task, rank: int) -> None:
         self._task, self._rank = task, rank
@@ -180,12 +180,12 @@ class Text:
 
 
 def read_bytes(path: Path) -> Tensor:
-    """uint8 [n]."""
+    """The bytes of a file as uint8 [n]."""
     return torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
 
 
 class Training:
-    """One worker of any system: its model and optimizer, the loop, and what it writes down."""
+    """One worker of any system: its model and optimizer, its loop, and what it writes down."""
 
     def __init__(self, task: Task, rank: int) -> None:
         torch.set_num_threads(1)
@@ -210,9 +210,9 @@ class Training:
         """Train until killed.
 
         Args:
-            forward: gives logits; the model itself, if None.
-            after_step: called with tokens and loss when the optimizer has stepped.
-            merged: tokens merged so far, as this system counts them.
+            forward: returns logits. None: the model itself.
+            after_step: called with tokens and loss after the optimizer has stepped.
+            merged: returns the tokens merged so far, as this system counts them.
         """
         forward = forward or self.model
         self._await_start()
@@ -236,11 +236,11 @@ class Training:
                 steps.write(f"{time.monotonic():.4f} {self.task.tokens} {merged():.1f}\n")
 
     def _await_start(self) -> None:
-        """All begin together; who comes back later begins at once."""
+        """All workers begin together. A worker that comes back later begins at once."""
         Path(self._folder, f"ready-{self.rank}").touch()
         deadline = time.monotonic() + WAIT_S
         while not (go := Path(self._folder, "go")).exists():
-            assert time.monotonic() < deadline, "nobody says go"
+            assert time.monotonic() < deadline, "there was no signal to start"
             time.sleep(0.02)
         time.sleep(max(0.0, float(go.read_text()) - time.monotonic()))
 

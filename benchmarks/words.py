@@ -1,7 +1,7 @@
-"""A small word task on which `honest.py` trains random clusters; `hostile.py` watches its shards as it does.
+"""A small word task on which `honest.py` trains clusters. `hostile.py` watches its shards in the same way.
 
 Whole runs in lockstep (`diloco_lab.lockstep`): the production cores in virtual time. Each learner has its own plan:
-speed, batch, optimizer, rates, and events. Nothing depends on the machine's pace.
+speed, batch, optimizer, learning rates, and events. Nothing depends on the machine's pace.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from diloco_server.core.effects import MergeRound
 from diloco_server.core.ledger import Fact, LearnerLeftOut
 
 WORDS, ROWS, LENGTH, RARE = 64, 8, 9, 8
-"""Words of the vocabulary; rows of a usual batch; length of a sequence; words that only some learners meet."""
+"""Size of the vocabulary; rows of a usual batch; length of a sequence; number of words that only some learners meet."""
 LONGEST = 1e9
 
 # ------------------------------------------------------------------ the task
@@ -52,11 +52,11 @@ class Words(nn.Module):
 
 
 class Chain:
-    """A Markov chain over words. The last `RARE` occur only if `rare`."""
+    """A Markov chain over words. The last `RARE` words occur only if `rare`."""
 
     def __init__(self, *, rare: bool = False, sure: float = 0.0, of: int = 7) -> None:
-        """`sure`: interpolates from the usual odds to certainty; at 1 the likeliest word always comes next. `of`: seed
-        of its odds."""
+        """`sure`: from 0, the usual odds, to 1, certainty: the likeliest word always comes next. `of`: the seed of
+        the odds."""
         odds = 2.5 * torch.randn(WORDS, WORDS, generator=torch.Generator().manual_seed(of))
         if not rare:
             odds[:, -RARE:] = -math.inf
@@ -77,23 +77,23 @@ HELD_OUT = CHAINS["usual"].draw(1024, torch.Generator().manual_seed(999))
 
 @dataclass(frozen=True)
 class Plan:
-    """One learner. Times are in inner steps of a learner of speed 1."""
+    """The plan of one learner. Times are in inner steps of a learner of speed 1."""
 
     speed: float = 1.0
     rows: int = ROWS
     optimizer: str = "adamw"
     lr: float = 4e-3
     warm: int = 0
-    """Its own steps over which it raises its rate."""
+    """Number of its own steps in which it raises its learning rate."""
     decays: int = 0
-    """Steps over which it lowers its rate, by a cosine to a fiftieth."""
+    """Number of its steps in which it lowers its learning rate along a cosine, to a fiftieth."""
     joins_at: float = 0.0
     phase: float = 0.0
     """Extra time of its first step."""
     dies_at: float = math.inf
     away: float = 0.0
     keeps_optimizer: bool = False
-    """Whether its checkpoint has the optimizer's state."""
+    """Whether its checkpoint holds the optimizer's state."""
     cut_off: float = 0.0
     """How long it trains without the shard, from the middle of the run."""
     stands: float = 0.0
@@ -166,7 +166,7 @@ def make_optimizer(plan: Plan, model: nn.Module) -> torch.optim.Optimizer:
 
 
 class Inner:
-    """Models, optimizers and data of the learners, by index, which `LockstepRun` steps."""
+    """Models, optimizers and data of the learners, by index. `LockstepRun` steps them."""
 
     kind = ""
     """Empty, because a cluster names its merge rule."""
@@ -223,14 +223,14 @@ class Inner:
 class Found:
     answers: Counter[str] = field(default_factory=Counter)
     left_out: dict[str, float] = field(default_factory=dict)
-    """Learner -> when it was first left out."""
+    """Learner -> the time when it was first left out."""
     merges: int = 0
     kept: dict[tuple[str, int], list[float]] = field(default_factory=dict)
     """Learner and fragment -> the factor on each contribution's length."""
 
     @property
     def refused(self) -> Counter[str]:
-        """Without LATE: the round was over, and the work is in the next contribution."""
+        """Refusals by code, except LATE: then the round was over, and the work is in the next contribution."""
         return Counter({code: n for code, n in self.answers.items() if code not in ("ACCEPTED", "LATE", "DUPLICATE")})
 
     @property
@@ -239,7 +239,7 @@ class Found:
 
     @property
     def longest_cut(self) -> int:
-        """Most consecutive contributions of one learner to one fragment that were cut by more than half."""
+        """Maximum number of consecutive contributions of a learner to a fragment that were cut by more than half."""
         longest = 0
         for of in self.kept.values():
             streak = 0
@@ -294,7 +294,7 @@ class Learner(LearnerRig):
 
 
 class Trained(LockstepRun):
-    """The training of a cluster. Runs end by time, so that arms have equal wall-clock time."""
+    """The training of a cluster. Runs end at a given time, so that all arms train equally long."""
 
     def __init__(self, cluster: Cluster, guard: GuardSettings | None = None) -> None:
         self.cluster, self.found = cluster, Found()

@@ -1,7 +1,7 @@
-"""Asks whether a package in requirements/ has a known vulnerability: pip-audit with the advisories of osv.dev.
+"""Checks whether a package in requirements/ has a known vulnerability, by pip-audit with the advisories of osv.dev.
 
-`make audit`, which `make check` runs too. Where that service cannot be reached it says NOT CHECKED and is content: no
-network is nobody's mistake. A vulnerability that is found fails: `make lock LOCK="--upgrade-package NAME"`.
+`make audit` runs it, and so does `make check`. If the service cannot be reached, it prints NOT CHECKED and succeeds. If
+it finds a vulnerability, it fails: `make lock LOCK="--upgrade-package NAME"`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent.parent / "requirements"
 SETS = (("torch", "run", "cuda", "dev"), ("proto",), ("tools",), ("wheels",), ("docs",), ("kubectl",))
-"""Files that go together. What is in build.txt is in dev.txt as well."""
+"""Files that are checked together. The packages in build.txt are in dev.txt as well."""
 UNREACHABLE = ("requests.exceptions.", "_service.interface.")
-"""Exceptions that pip-audit 2.10 ends with when the service does not answer, or answers with a failure."""
+"""pip-audit 2.10 ends with these exceptions if the service does not answer, or answers with a failure."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -33,12 +33,12 @@ def main(arguments: Sequence[str]) -> int:
         print(words, file=sys.stderr)
         worst = max(worst, code)
         if not ended.stdout.strip():
-            break  # the next would say the same
+            break  # the other files would fail in the same way
     return worst
 
 
 def verdict(what: str, stdout: str, stderr: str) -> tuple[int, str]:
-    """The exit code, and what to say about the output of pip-audit: it is JSON if the audit came to an end."""
+    """The exit code, and what to print about pip-audit's output. The output is JSON if the audit was completed."""
     if not stdout.strip():
         (why,) = stderr.strip().splitlines()[-1:] or ["it said nothing"]
         if any(word in stderr for word in UNREACHABLE):

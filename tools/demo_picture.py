@@ -1,4 +1,4 @@
-"""Draws docs/images/demo.png: `make demo` on a terminal, while a worker that was killed is back. Needs Chromium.
+"""Draws docs/images/demo.png: `make demo` on a terminal, after a killed worker has come back. Needs Chromium.
 
 python tools/demo_picture.py
 """
@@ -26,7 +26,7 @@ WIDTH, EVENTS = 80, 13
 
 
 class Camera:
-    """The display of `diloco up`: keeps what was told, kills a worker, and takes one picture."""
+    """Replaces the display of `diloco up`: keeps the messages, kills a worker, and takes one picture."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._told = folder, list[str]()
@@ -63,7 +63,7 @@ def draw(svg: str, path: Path) -> None:
     with sync_playwright() as driver:
         chromium = driver.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])
         page = chromium.new_page(viewport={"width": 1200, "height": 800})
-        page.route("**/*", lambda route: route.abort())  # rich names fonts of another host; monospace will do
+        page.route("**/*", lambda route: route.abort())  # rich refers to fonts on another host; monospace will do
         page.set_content(f"<style>body {{ margin: 0 }} svg {{ display: block; width: 1190px }}</style>{svg}")
         page.locator("svg").first.screenshot(path=path, omit_background=True)
         chromium.close()

@@ -1,7 +1,7 @@
-"""Writes the parts of docs/errors.md and docs/runbook.md that `diloco explain` has (deploy/diloco_deploy/codes.py).
+"""Writes those parts of docs/errors.md and docs/runbook.md that `diloco explain` also shows (diloco_deploy/codes.py).
 
 `python tools/explained.py` writes them, `--check` says whether they are up to date. Each part stands between `<!--
-explain: NAME -->` and `<!-- end -->`; the rest of the page stays.
+explain: NAME -->` and `<!-- end -->`. The rest of the page stays.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ def with_parts(page: str) -> str:
 
 
 def _list(kind: Kind) -> Callable[[], str]:
-    """A line per entry, with the gRPC status of a call, or the exit code of an error, or whether it is logged."""
+    """A line for each entry, with the gRPC status of a call, the exit code of an error, or whether it is logged."""
     return lambda: "\n".join(_line(entry) for entry in of_kind(kind)) + "\n"
 
 
 def _line(entry: Entry) -> str:
-    """The meaning, and what happens by itself; the message and `diloco explain` say what to do."""
+    """The meaning, and what happens by itself. The message and `diloco explain` say what to do."""
     beside = entry.status if entry.kind is Kind.CALL else _ends(entry)
     also = f"Also {entry.also}." if entry.kind is Kind.CONTRIBUTION and entry.also else ""
     _, _, itself = entry.do.partition("Nothing: ")
@@ -59,7 +59,7 @@ PARTS: dict[str, Callable[[], str]] = {
 
 
 def main() -> int:
-    from written import ROOT, written  # found where this file runs as a program
+    from written import ROOT, written  # can be imported only if this file runs as a program
 
     targets = [ROOT / "docs" / name for name in ("errors.md", "runbook.md")]
     return max(written(target, with_parts(target.read_text(encoding="utf-8")), __doc__) for target in targets)

@@ -1,10 +1,10 @@
-"""Runs what takes long, or depends on the pace of the machine, and writes the results to docs/gate.md: `make gate`.
+"""Runs checks that take long or depend on the machine's speed, and writes the results to docs/gate.md: `make gate`.
 
     python tools/gate.py                  all steps
-    python tools/gate.py attack fuzz      these; what the page says of the others stays
+    python tools/gate.py attack fuzz      these steps; the rows of the others on the page stay
 
-What a step says goes to .cache/gate/STEP.log. A step that cannot run here (no engine for containers, no Ray) says
-"make: NOT RUN: why" and is no failure. The exit code is 1 where a step failed.
+The output of a step goes to .cache/gate/STEP.log. A step that cannot run here (no container engine, no Ray) prints
+"make: NOT RUN: why" and does not count as failed. The exit code is 1 if a step failed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PAGE, LOGS = ROOT / "docs/gate.md", ROOT / ".cache/gate"
 NOT_RUN = re.compile(r"^make: NOT RUN: (.*)", re.MULTILINE)
 PYTEST = r"^=+ (.*) in [\d.]+s.* =+$"
 STEPS: dict[str, tuple[str, str]] = {
-    # name -> the command; what of its output are the figures
+    # name -> the command, and the pattern of the figures in its output
     "tests": ("make gate-tests", PYTEST),
     "mutants": ("make mutants", PYTEST),
     "simulate": ("make simulate", r"^(\d+ short schedules .*violations)"),
@@ -50,7 +50,7 @@ of each. `tools/gate.py` writes this page. `make gate GATE="attack fuzz"` runs t
 
 @dataclass(frozen=True)
 class Row:
-    """What came out of a step."""
+    """The outcome of a step."""
 
     result: str  # passed, FAILED or NOT RUN
     figures: str = ""
@@ -63,7 +63,7 @@ class Row:
 
 
 def judged(code: int, output: str, figures: str) -> tuple[str, str]:
-    """Result and figures of a step that has ended."""
+    """The result and the figures of a step that has ended."""
     if code and (why := NOT_RUN.search(output)):
         return "NOT RUN", why[1]
     found = re.findall(figures, output, re.MULTILINE)
@@ -71,18 +71,18 @@ def judged(code: int, output: str, figures: str) -> tuple[str, str]:
 
 
 def rows_of(page: str) -> dict[str, Row]:
-    """Step -> row, of a page that was written earlier."""
+    """Step -> row, read from a page that was written earlier."""
     cells = ([cell.strip() for cell in line.strip("|\n").split("|")] for line in page.splitlines() if "`make " in line)
     return {step: Row(*others) for step, _, *others in (row for row in cells if len(row) == 7)}
 
 
 def page_of(rows: Mapping[str, Row]) -> str:
-    """The page, with the steps in our order; a step that has never run is NOT RUN."""
+    """The page, with the steps in the order of `STEPS`. A step that has never run is NOT RUN."""
     return HEAD + "".join(rows.get(step, Row("NOT RUN")).line(step) for step in STEPS)
 
 
 def run(step: str, commit: str) -> Row:
-    """Runs its command to the end. What it says goes to its log."""
+    """Run the step's command to its end. The output goes to the step's log."""
     command, figures = STEPS[step]
     environment = {name: value for name, value in os.environ.items() if name not in ("CI", "MAKEFLAGS", "MAKELEVEL")}
     began, log = time.monotonic(), LOGS / f"{step}.log"
@@ -99,7 +99,7 @@ def git(*arguments: str) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs these steps, or all of them, and writes the page after each."""
+    """Run these steps, or all steps, and write the page after each."""
     if unknown := [step for step in arguments if step not in STEPS]:
         print(f"gate: no such step: {', '.join(unknown)}. There are: {', '.join(STEPS)}", file=sys.stderr)
         return 2

@@ -1,9 +1,9 @@
-"""Says which images of others are not named by digest, and pins them: a tag is whatever somebody pushes under it next.
+"""Lists others' images that are not named by digest, and pins them: somebody may push a different image under a tag.
 
-    python tools/images.py            a line for each that is not pinned; no failure
-    python tools/images.py --pin      pulls each tag, and writes its digest of today behind it (docker, a registry)
+    python tools/images.py            prints a line for each that is not pinned, and does not fail
+    python tools/images.py --pin      pulls each tag, and appends its current digest (needs docker and a registry)
 
-They are named in deploy/Dockerfile and docker-compose.yml: NAME:TAG, or NAME:TAG@sha256:DIGEST once they are pinned.
+They are named in deploy/Dockerfile and docker-compose.yml: NAME:TAG, or NAME:TAG@sha256:DIGEST after they are pinned.
 The digest is that of the list for all kinds of machines.
 """
 
@@ -42,17 +42,17 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def images_in(text: str) -> list[str]:
-    """Images of others that a file names."""
+    """The images of others that a file names."""
     return NAMED.findall(text)
 
 
 def pinned(text: str, digests: Mapping[str, str]) -> str:
-    """The text with `NAME:TAG@sha256:...` in place of each image of `digests`."""
+    """The text with each image in `digests` replaced by its `NAME:TAG@sha256:...`."""
     return NAMED.sub(lambda found: digests.get(found[0], found[0]), text)
 
 
 def pulled(image: str) -> str:
-    """`NAME:TAG@sha256:...` as a registry has it now. Raises CalledProcessError, ValueError, OSError without docker."""
+    """`NAME:TAG@sha256:...` as a registry has it now. Raises CalledProcessError, ValueError, or OSError (no docker)."""
     subprocess.run(["docker", "pull", "--quiet", image], check=True, stdout=subprocess.DEVNULL)
     command = ["docker", "image", "inspect", "--format", '{{join .RepoDigests "\\n"}}', image]
     listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()

@@ -1,13 +1,13 @@
-"""Installs what requirements/ lists, and nothing else: every wheel has one of the hashes that are written there.
+"""Installs what requirements/ lists, and nothing else: every wheel must have one of the hashes that are written there.
 
     python tools/install.py [--python ENVIRONMENT] [--find-links FOLDER] [--quiet] PART...
 
-A PART is a file of requirements/ without its `.txt`. `torch` is torch alone, and what the CUDA build of it loads if
-that is the build that was found. It is looked for in the index that TORCH_INDEX names, such as PyTorch's index of CPU
-builds; nothing else is. So a package of another name in that index is never taken for the one of the usual index.
+A PART is the name of a file in requirements/ without `.txt`. `torch` is torch alone; if its CUDA build was found, also
+the libraries that it loads. pip looks for torch in the index TORCH_INDEX, such as PyTorch's index of CPU builds, and
+for nothing else there. So a package of another name in that index can never replace one from the usual index.
 Dependencies are not followed: what the files do not list is not installed.
 
-Runs on what comes with Python, so that it can be the first thing that runs.
+It needs only Python's standard library, so it can be the first thing that runs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ install: Look at what that changed before you go on."""
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", type=Path, default=Path(sys.prefix), help="the virtual environment to fill")
-    parser.add_argument("--find-links", type=Path, help="a folder with wheels, beside the index")
+    parser.add_argument("--find-links", type=Path, help="a folder with wheels, in addition to the index")
     parser.add_argument("--quiet", action="store_true")
     parser.add_argument("parts", nargs="+", choices=sorted(path.stem for path in FOLDER.glob("*.txt")), metavar="PART")
     args = parser.parse_args()
@@ -53,9 +53,9 @@ def main() -> int:
 
 
 def install_torch(pip: Sequence[str], options: Sequence[str]) -> int:
-    """Get the build that pip prefers, then install it if its hash is listed. The exit code of pip.
+    """Download the build that pip prefers, then install it if its hash is listed. Returns the exit code of pip.
 
-    In one step, pip would prefer a build whose hash it knows before it has the file. A CPU build in a folder is none.
+    In one step, pip would prefer a build with an announced hash. A CPU build in a folder has no announced hash.
     """
     (pin,) = re.findall(r"^torch==\S+", (FOLDER / "torch.txt").read_text(), re.MULTILINE)
     with tempfile.TemporaryDirectory() as folder:
@@ -73,7 +73,7 @@ def files(parts: Sequence[str]) -> list[str]:
 
 
 def torch_alone(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment in which pip looks for torch: in TORCH_INDEX, or where it looks for everything."""
+    """The environment variables with which pip looks for torch in TORCH_INDEX, or else where it always looks."""
     index = environment.get("TORCH_INDEX", "")
     if not index:
         return dict(environment)
@@ -82,7 +82,7 @@ def torch_alone(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def needs_cuda(environment: Path) -> bool:
-    """Whether the torch that is installed there says that it loads CUDA's libraries."""
+    """Whether the torch that is installed in this environment requires CUDA's libraries."""
     asked = subprocess.run([environment / "bin/python", "-c", LOOK], capture_output=True, text=True, check=True)
     return any(line.startswith(OF_CUDA) for line in asked.stdout.splitlines())
 

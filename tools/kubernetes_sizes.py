@@ -1,7 +1,7 @@
-"""Writes the tables of docs/kubernetes-sizes.md, by the formulas of `diloco plan`.
+"""Writes the tables of docs/kubernetes-sizes.md, with the formulas of `diloco plan`.
 
 `python tools/kubernetes_sizes.py` writes them, `--check` says whether they are up to date. A table stands between
-`<!-- table: NAME -->` and `<!-- end -->`; the words around it stay.
+`<!-- table: NAME -->` and `<!-- end -->`; the text around it stays.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from diloco_planner.sizes import learner_bytes
 
 WORKERS = 8
 HEADROOM = 1.25
-"""A limit is so many times what the plan says. Beyond it the kernel kills the shard."""
+"""A limit is this many times the plan's figure. Above its memory limit, the kernel kills the shard."""
 UNDER_WAY = 2
 KEEP = CheckpointSettings().keep
 SYNC = SyncSettings()
@@ -39,7 +39,7 @@ class Model(NamedTuple):
     ranks: int
     """GPUs of one worker: an island under FSDP2 from 7 B on."""
     step_s: float
-    """Of its inner step."""
+    """Seconds of its inner step."""
 
 
 MODELS = (
@@ -51,7 +51,7 @@ MODELS = (
 
 
 def page(text: str) -> str:
-    """The page with its tables written anew. Raises ValueError for a table that nobody makes."""
+    """The page with its tables rewritten. Raises ValueError if a table is missing here or on the page."""
     made = {"shards": shards(), "workers": workers()}
     pattern = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
     missing = made.keys() ^ {match[2] for match in pattern.finditer(text)}
@@ -61,7 +61,7 @@ def page(text: str) -> str:
 
 
 def shards() -> str:
-    """What one shard's pod asks for."""
+    """The table of what the pod of one shard requests."""
     head = ("model", "inner step", "shards", "fragments", "peak, by the plan", "memory limit", "disk",
             f"with {KEEP} checkpoints", "volume", "writes")  # fmt: skip
     return _table(head, map(_shard, MODELS))
@@ -81,7 +81,7 @@ def _shard(model: Model) -> Sequence[str]:
 
 
 def workers() -> str:
-    """What one GPU of a worker holds."""
+    """The table of what one GPU of a worker holds."""
     head = ("model", "GPUs of a worker", "training", "anchors, residuals", "under way", "sum, each GPU")
     return _table(head, map(_worker, MODELS))
 
@@ -95,7 +95,7 @@ def _worker(model: Model) -> Sequence[str]:
 
 
 def gibibytes(num_bytes: float) -> str:
-    """As a manifest has it, rounded up."""
+    """The size as manifests write it, rounded up."""
     return f"{math.ceil(num_bytes / GIB)}Gi"
 
 
@@ -105,7 +105,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def main() -> int:
-    from written import ROOT, written  # found where this file runs as a program
+    from written import ROOT, written  # can be imported only if this file runs as a program
 
     target = ROOT / "docs/kubernetes-sizes.md"
     return written(target, page(target.read_text(encoding="utf-8")), __doc__)

@@ -1,17 +1,16 @@
-"""Writes requirements/*.txt: every package that we install, its version, and the SHA-256 of each wheel that may be it.
+"""Writes requirements/*.txt: every package that we install, its version, and the SHA-256 of each acceptable wheel.
 
-`make lock` runs it. Versions stay as they are; `--upgrade` takes the newest of all, `--upgrade-package NAME` of one. It
-lists wheels for Linux on x86_64 and aarch64, and no sources: building them would run code of others.
+`make lock` runs it. Versions stay, unless `--upgrade` (all) or `--upgrade-package NAME` asks for the newest. The files
+list wheels for Linux on x86_64 and aarch64, but no sources: building them would run code of others.
 
     torch.txt    torch alone: it has builds for CPU and CUDA under one version, in indexes of its own
     cuda.txt     what the CUDA build of torch loads
-    run.txt      what the node and the page import besides: what the images have
-    dev.txt      and what tests and tools import
-    build.txt    what makes the wheel; the others are groups that are installed on their own (pyproject.toml)
+    run.txt      what the node and the page import besides torch; the images contain these packages
+    dev.txt      what tests and tools import besides these
+    build.txt    what makes the wheel; the other files are groups that are installed on their own (pyproject.toml)
 
-`--torch-index URL` looks for further builds of torch, such as PyTorch's CPU builds, and lists them too. Without it, the
-builds that are listed stay, as long as the version of torch does. If builds of that index need libraries, as those for
-another CUDA do, cuda.txt has theirs afterwards.
+`--torch-index URL` also lists the builds in that index, such as PyTorch's CPU builds. If they need CUDA libraries,
+cuda.txt then lists these. Without the option, the listed builds stay as long as torch's version stays.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ PYTHONS = [(3, 11), (3, 12), (3, 13), (3, 14)]
 MACHINES = ["x86_64", "aarch64"]
 TOOLS = ROOT / "deploy/pyproject.toml"
 GROUPS = ["docs", "proto", "tools", "wheels", "kubectl"]
-"""Groups that are installed on their own, each into an environment of its own."""
+"""Groups that are installed separately, each into its own environment."""
 OF_CUDA = re.compile(r"nvidia-|cuda-|triton$")
 
 
 @dataclass(frozen=True)
 class Package:
-    """One version of a package: its name is normalized, `wheels` has the SHA-256 of each file name."""
+    """One version of a package. Its name is normalized. `wheels`: file name -> SHA-256."""
 
     name: str
     version: str
@@ -51,7 +50,7 @@ class Package:
 
 
 def environments() -> list[dict[str, str]]:
-    """What markers see on each supported Python and machine."""
+    """The values that markers see on each supported Python and machine."""
     common = {
         **cast("dict[str, str]", default_environment()),
         "implementation_name": "cpython", "platform_python_implementation": "CPython",
@@ -66,7 +65,7 @@ def environments() -> list[dict[str, str]]:
 
 
 def is_needed(marker: str) -> bool:
-    """Whether a package with this marker is needed on any supported Python and machine; then all of them get it."""
+    """Whether a package with this marker is needed on any supported Python and machine. If so, all of them get it."""
     return not marker or any(Marker(marker).evaluate(environment) for environment in environments())
 
 
@@ -107,7 +106,7 @@ def packages_in(pylock: str) -> list[Package]:
 
 
 def pins_in(text: str) -> dict[str, str]:
-    """name -> version of a file in requirements/."""
+    """Name -> version, from the text of a file in requirements/."""
     return {canonicalize_name(name): version for name, version in re.findall(r"^([\w.-]+)==([^\s\\]+)", text, re.M)}
 
 
@@ -124,14 +123,14 @@ def written(packages: Iterable[Package], what: str, comments: Sequence[str] = ()
 
 
 def known_builds(text: str) -> Package | None:
-    """torch as torch.txt has it. Its comments name the builds, since hashes alone do not say what they are of."""
+    """torch as listed in torch.txt. Comments there name the builds, since a hash alone does not say which one it is."""
     wheels = {name: digest for digest, name in re.findall(r"^# ([0-9a-f]{64}) {2}(\S+)$", text, re.M)}
     version = pins_in(text).get("torch")
     return Package("torch", version, wheels) if version else None
 
 
 def merged(found: Iterable[Package | None]) -> Package:
-    """torch with all builds of its version; the first decides which version that is."""
+    """torch with all builds of its version. The first package decides which version that is."""
     first, *others = [package for package in found if package is not None]
     version = first.version.partition("+")[0]
     wheels = dict(first.wheels)
@@ -142,13 +141,13 @@ def merged(found: Iterable[Package | None]) -> Package:
 
 
 class Resolver:
-    """uv, which looks at all Pythons and machines at once. pip would see those that it runs on."""
+    """Runs uv, which resolves for all Pythons and machines at once. pip resolves only for its own."""
 
     def __init__(self, uv: Path, pins: Mapping[str, str]) -> None:
         self._uv, self._pins = uv, dict(pins)
 
     def resolve(self, *what: str, folder: Path = ROOT) -> list[Package]:
-        """The closure of what uv is told, as pinned as it was. Raises CalledProcessError, ValueError."""
+        """These requirements with all dependencies, at pinned versions. Raises CalledProcessError, ValueError."""
         with tempfile.TemporaryDirectory() as scratch:
             kept, out = Path(scratch, "pins.txt"), Path(scratch, "pylock.toml")
             kept.write_text("".join(f"{name}=={version}\n" for name, version in self._pins.items()))
@@ -159,7 +158,7 @@ class Resolver:
             return packages_in(out.read_text())
 
     def resolve_torch(self, version: str, index: str) -> list[Package]:
-        """torch as this index has it, and what it needs from the usual one."""
+        """torch from this index, and its dependencies from the usual index."""
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "pyproject.toml").write_text(
                 f'[project]\nname = "torch-alone"\nversion = "0"\ndependencies = ["torch=={version}"]\n'
@@ -171,10 +170,10 @@ class Resolver:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--uv", type=Path, default=Path("uv"), help="the program; `make lock` knows it")
-    parser.add_argument("--upgrade", action="store_true", help="the newest version of everything")
+    parser.add_argument("--uv", type=Path, default=Path("uv"), help="path of uv; `make lock` passes it")
+    parser.add_argument("--upgrade", action="store_true", help="take the newest version of every package")
     parser.add_argument(
-        "--upgrade-package", action="append", default=[], metavar="NAME", help="the newest version of one"
+        "--upgrade-package", action="append", default=[], metavar="NAME", help="take the newest version of this one"
     )
     parser.add_argument("--torch-index", metavar="URL", help="another index with builds of torch")
     args = parser.parse_args(arguments)
@@ -199,7 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _of_tools(extra: str, folder: Path) -> str:
-    """A file that lists an extra of the tools: uv cannot read theirs, as they need a node that is in no index yet."""
+    """A file that lists an extra of the tools. uv cannot read their own, as it needs a node that is in no index yet."""
     path = folder / f"{extra}.in"
     path.write_text("\n".join(tomllib.loads(TOOLS.read_text())["project"]["optional-dependencies"][extra]))
     return str(path)
@@ -215,7 +214,7 @@ def _locked(
     """The texts of all files, by name."""
     extras = [f"--extra={name}" for name in ("dev", "hf")]
     with tempfile.TemporaryDirectory() as scratch:
-        # Not the extra `ray`: 240 MB that one test wants.
+        # The extra `ray` is left out: it has 240 MB, and only one test needs it.
         page, store = (_of_tools(name, Path(scratch)) for name in ("web", "object-store"))
         everything = Resolver(uv, pins).resolve("pyproject.toml", page, store, *extras, "--group", "build")
         chosen = Resolver(uv, {package.name: package.version for package in everything})

@@ -31,7 +31,7 @@ def generated_in(folder: Path) -> dict[str, str]:
 
 
 def drift() -> list[str]:
-    """Lines of a diff from the committed to the generated code; empty if they agree."""
+    """The lines of a diff from the committed to the generated code. Empty: they are the same."""
     with tempfile.TemporaryDirectory() as folder:
         generate(Path(folder))
         wanted = generated_in(Path(folder))

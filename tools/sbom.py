@@ -1,11 +1,11 @@
-"""Writes bills of materials (CycloneDX 1.6, JSON): what the wheel is locked to, and what is really in an image.
+"""Writes bills of materials (CycloneDX 1.6, JSON): the packages that the wheel is locked to, or that are in an image.
 
     python tools/sbom.py wheel dist/decoupled_diloco-0.1.0-py3-none-any.whl
     python tools/sbom.py image decoupled-diloco/server:dev        needs the image, and docker
     python tools/sbom.py here NAME VERSION                        of the machine that it runs on
 
-To standard output; `make sbom` writes files. For an image, this file runs inside it, by the image's own Python: what is
-listed is what is there, Debian's packages too, and nothing has to be put into the image. It takes nothing but Python.
+It prints to standard output; `make sbom` writes files. For an image, this file runs inside it with the image's Python.
+So it lists what is really there, including Debian's packages. It needs only Python's standard library.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 from urllib.parse import quote
 
 PARTS = ("torch", "run", "cuda")
-"""Files of requirements/ that the wheel runs with; the last only where torch is the build for CUDA."""
+"""Files of requirements/ with the wheel's dependencies. The last one counts only with the CUDA build of torch."""
 DPKG = Path("/var/lib/dpkg/status")
 Component = dict[str, Any]
 
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def bill(subject: Component, parts: Iterable[Component]) -> str:
-    """The document. The same parts give the same bytes: it has no time and no random number in it."""
+    """The document. The same parts give the same bytes, as it contains no time and no random number."""
     parts = sorted(parts, key=lambda part: str(part["bom-ref"]))
     body: dict[str, Any] = {
         "metadata": {
@@ -65,7 +65,7 @@ def component(kind: str, name: str, version: str, purl: str | None = None, **mor
 
 
 def of_wheel(wheel: Path, root: Path) -> tuple[Component, list[Component]]:
-    """Our wheel, and every package that it is locked to, with the hashes of the wheels that may be it."""
+    """Our wheel, and every package that it is locked to, with the hashes of its acceptable wheels."""
     name, version = wheel.name.split("-")[:2]
     subject = component(
         "library", name, version, pypi(name, version),
@@ -93,7 +93,7 @@ def of_python() -> list[Component]:
 
 
 def licence(distribution: metadata.Distribution) -> dict[str, Any]:
-    """What the distribution says about its license, if it says it in a word or in SPDX's terms."""
+    """The license that the distribution states, if it does so in one line or as an SPDX expression."""
     expression = distribution.metadata["License-Expression"]
     if expression:
         return {"licenses": [{"expression": expression}]}
@@ -102,7 +102,7 @@ def licence(distribution: metadata.Distribution) -> dict[str, Any]:
 
 
 def of_debian(status: Path) -> list[Component]:
-    """The packages that Debian's package manager has installed; none where there is no such file."""
+    """The packages that Debian's package manager has installed. None if the file `status` does not exist."""
     if not status.exists():
         return []
     found = []
@@ -116,7 +116,7 @@ def of_debian(status: Path) -> list[Component]:
 
 
 def of_image(image: str) -> int:
-    """Run this file in the image. The exit code of docker."""
+    """Run this file in the image. Returns the exit code of docker."""
     asked = subprocess.run(["docker", "image", "inspect", "--format", "{{.Id}}", image], capture_output=True, text=True)
     if asked.returncode:
         print(f"sbom: {image}: {asked.stderr.strip()}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""What mkdocs calls while it builds the site (mkdocs.yml); site_pages.py says what is done to each page."""
+"""Functions that mkdocs calls while it builds the site (mkdocs.yml). site_pages.py says what is done to each page."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _log = logging.getLogger("mkdocs.hooks.site")
 _CONCEPTS = ROOT / "docs/concepts.md"
 _SETTINGS = ROOT / "common/diloco_common/settings.py"
 _pages: dict[str, str] = {}
-"""Place in the site -> path in the repository, of the pages that are written in Markdown."""
+"""Place in the site -> path in the repository, for pages written in Markdown."""
 
 
 def on_config(config: Any) -> Any:
@@ -31,7 +31,7 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages that lie in the root, and a page for each file that a page links to."""
+    """Add the pages in the repository's root, and a page for each file that a page links to."""
     _pages.clear()
     _pages.update({file.src_uri: f"docs/{file.src_uri}" for file in files.documentation_pages()})
     for name in site_pages.ROOT_PAGES:
@@ -62,14 +62,14 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
-    """Tooltips, once a section; and what docstrings say as `docs/quality.md` is a link."""
+    """Keep one tooltip per word and section, and make links of names like docs/quality.md in docstrings."""
     if page.file.src_uri in ("api.md", "settings.md"):
         html = re.sub(r"\bdocs/([\w-]+)\.md", r'<a href="\1.html">\1</a>', html)
     return site_pages.once_a_section(html)
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:
-    """A page that asks another host for anything fails a strict build."""
+    """Warn if a page makes the browser fetch anything from another host. This fails a strict build."""
     for address in site_pages.asked_of_others(output):
         _log.warning(f"{page.file.src_uri} makes the browser ask {address}; put a copy into docs/assets instead")
     return output
@@ -82,7 +82,7 @@ def _target(path: str) -> str | None:
 
 
 def _is_copied(path: str) -> bool:
-    """Whether the site has this file as a copy: it is there, and no page of its own."""
+    """Whether the site has a copy of this file: it exists, and is not a page itself."""
     return (
         (ROOT / path).exists()
         and not path.startswith(("docs/", ".."))

@@ -1,8 +1,8 @@
-"""The pages of the repository as pages of a site: pure functions from text to text (site_hooks.py calls them).
+"""Turns pages of the repository into pages of a site: pure functions from text to text (site_hooks.py calls them).
 
-Pages are written once, for a reader of the repository, and changed for the site in three places: links that leave docs/
-lead to a copy of the file in the site, names of blocks of commands (```sh NAME, for tests) are left out, and the
-words of the glossary (docs/concepts.md) are explained where they appear.
+Pages are written once, for readers of the repository. The site changes three things: links to files outside docs/ lead
+to a copy of the file in the site, names of command blocks (```sh NAME, for tests) are left out, and words of the
+glossary (docs/concepts.md) are explained where they appear.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT_PAGES = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
-"""Pages that lie where everybody looks for them, and are in the site under project/."""
+"""Pages in the repository's root, where everybody looks for them. In the site they are under project/."""
 EVERYDAY = frozenset({"connection", "expected", "part", "process", "scope"})
-"""Words of the glossary that pages also use as everybody does: a tooltip would often be wrong."""
+"""Words of the glossary that pages also use in their everyday meaning, so a tooltip would often be wrong."""
 _LINK = re.compile(r"(?<=\]\()(?!\w+:|#|<)([^)#\s]+)(#[^)\s]*)?(?=\))")
 _FENCED = re.compile(r"^( *)(`{3,})([^\n]*)\n(.*?)^\1\2$", re.M | re.S)
 _BARE = re.compile(r"<(h[1-6]|a)\b.*?</\1>", re.S)
-"""Where no tooltip belongs."""
+"""Elements that must not contain tooltips."""
 _SECTION = re.compile(r"(?=<h[23]\b)")
 _ABBR = re.compile(r'<abbr title="([^"]*)">(.*?)</abbr>', re.S)
 _FETCHED = re.compile(r"<(?:script|img|iframe|source|video|link)\b[^>]*?\b(?:src|href)=\"?((?:https?:)?//[^\">\s]+)")
@@ -33,9 +33,9 @@ _LANGUAGES = {
 
 
 def glossary(concepts: str) -> dict[str, str]:
-    """Word -> meaning, of the table under `## Words`. Raises ValueError if there is none.
+    """Word -> meaning, from the table under `## Words`. Raises ValueError if there is no table.
 
-    A row may hold several words and as many meanings, separated by semicolons; otherwise all of it is about each word.
+    A row may hold several words and as many meanings, separated by semicolons. Otherwise its text is for each word.
     """
     table = concepts.partition("\n## Words\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (?!word |-)(.+?) \| (.+) \|$", table, re.M)
@@ -50,14 +50,14 @@ def glossary(concepts: str) -> dict[str, str]:
 
 
 def plain(markdown: str) -> str:
-    """Without marks and links: a tooltip is plain text."""
+    """The text without marks and links, as a tooltip is plain text."""
     text = re.sub(r" \(\[[^\]]*\]\([^)]*\)\)", "", markdown)
     text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
     return re.sub(r"[*`]", "", text)
 
 
 def spellings(words: dict[str, str]) -> dict[str, str]:
-    """The glossary with plurals and capitals, as pages write them; everyday words are left out."""
+    """The glossary with plurals and capitals, as pages write them. Everyday words are left out."""
     found = {}
     for word, meaning in words.items():
         if word in EVERYDAY:
@@ -72,7 +72,7 @@ def spellings(words: dict[str, str]) -> dict[str, str]:
 
 
 def once_a_section(html: str) -> str:
-    """Keep the first tooltip of each word in each section, none in headings and links."""
+    """Keep only the first tooltip for each word in each section, and none in headings and links."""
     html = _BARE.sub(lambda bare: _ABBR.sub(r"\2", bare[0]), html)
 
     def thinned(section: str) -> str:
@@ -93,17 +93,17 @@ def once_a_section(html: str) -> str:
 
 
 def asked_of_others(html: str) -> list[str]:
-    """What a browser would fetch from other hosts to show this page; links that a reader may follow are none."""
+    """What a browser would fetch from other hosts to show this page. Links for readers to follow do not count."""
     return _FETCHED.findall(html)
 
 
 def unnamed(markdown: str) -> str:
-    """Blocks of commands without the names that tests know them by."""
+    """The page without the names of command blocks, which only tests use."""
     return re.sub(r"^( *```sh) .*$", r"\1", markdown, flags=re.M)
 
 
 def uri_of(path: str, is_folder: bool) -> str:
-    """Where the site has a file or folder of the repository; `path` is relative to its root."""
+    """The place in the site of a file or folder of the repository. `path` is relative to the root."""
     if path == "README.md":
         return "index.md"
     if path in ROOT_PAGES:
@@ -114,9 +114,9 @@ def uri_of(path: str, is_folder: bool) -> str:
 
 
 def relinked(markdown: str, path: str, uri: str, target: Callable[[str], str | None]) -> str:
-    """The page `path` of the repository with its links as they are at `uri` in the site.
+    """The page `path` of the repository, with its links changed for the place `uri` in the site.
 
-    `target` gives the place in the site of a path relative to the root, or None: that link stays, and is reported.
+    `target` returns the place in the site for a path relative to the root. None: the link stays, and mkdocs reports it.
     """
 
     def one(link: re.Match[str]) -> str:
@@ -124,7 +124,7 @@ def relinked(markdown: str, path: str, uri: str, target: Callable[[str], str | N
         return link[0] if found is None else posixpath.relpath(found, posixpath.dirname(uri)) + (link[2] or "")
 
     pieces, end = [], 0
-    for block in _FENCED.finditer(markdown):  # code stays as it is
+    for block in _FENCED.finditer(markdown):  # leave code as it is
         pieces += [_LINK.sub(one, markdown[end : block.start()]), block[0]]
         end = block.end()
     return "".join([*pieces, _LINK.sub(one, markdown[end:])])
@@ -137,7 +137,7 @@ def linked_paths(markdown: str, path: str) -> set[str]:
     return found
 
 
-# ------------------------------------------------------------------ files that are no pages
+# ------------------------------------------------------------------ files that are not pages
 
 
 def file_page(root: Path, path: str) -> str:

@@ -1,6 +1,6 @@
-"""The page of settings, from their source: names, defaults, limits and meaning as settings.py has them.
+"""Makes the page of settings from settings.py: names, defaults, limits and meanings.
 
-Read with ast, so that building the site needs none of what the product imports.
+It reads the file with ast, so building the site needs no package that the product imports.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting: `name` is dotted, as `--set` takes it; `kind`, `default` and `limits` are words for people."""
+    """One setting. `name` is dotted, as for `--set`. `kind`, `default` and `limits` are texts for people."""
 
     name: str
     kind: str
@@ -64,7 +64,7 @@ def _fields(node: ast.ClassDef) -> Iterator[ast.AnnAssign]:
 
 
 def _meanings(node: ast.ClassDef) -> dict[str, str]:
-    """The text under each field; one under several fields in a row is about all of them."""
+    """Field -> the docstring under it. A docstring under several fields in a row is for all of them."""
     found: dict[str, str] = {}
     waiting: list[str] = []
     for entry in node.body:
@@ -91,7 +91,7 @@ def _limits(given: dict[str, ast.expr]) -> str:
 
 
 def _shown(value: ast.expr | None) -> str:
-    """A value as `--set` would take it."""
+    """A value as it is written for `--set`."""
     if value is None:
         return "none"
     if isinstance(value, ast.Call) and len(value.args) == 1:  # Path("runs/local")
@@ -103,7 +103,7 @@ def _shown(value: ast.expr | None) -> str:
 
 
 def _kind(annotation: ast.expr) -> str:
-    """What a setting takes: `int` or one of "all"; a type with limits has them in brackets."""
+    """The values that a setting takes, in words."""
     if isinstance(annotation, ast.BinOp):
         return " or ".join(_kind(side) for side in (annotation.left, annotation.right) if ast.unparse(side) != "None")
     if isinstance(annotation, ast.Subscript):

@@ -1,11 +1,11 @@
-"""Installs what is to be published as a stranger would, and trains with it: `make try-install`, before a release.
+"""Installs what will be published, as a stranger would, and trains with it: `make try-install`, before a release.
 
-For each supported Python on this machine, and for the wheel and the sources of the node each: an empty environment,
-`pip install` of it and the tools, with build isolation, `pip check`, and a run of a shard and a worker that ends by
-itself. It takes two minutes or more for each, most of them to unpack torch. So CI does without it, and looks at the
-contents alone (tests/artifacts/test_packaging.py and test_versions.py).
+For each supported Python on this machine, once with the wheel and once with the sources of the node: an empty
+environment, `pip install` of the node and the tools with build isolation, `pip check`, and a run of a shard and a
+worker that ends by itself. Each takes two minutes or more, mostly to unpack torch. So CI does not run this, but checks
+only the contents (tests/artifacts/test_packaging.py and test_versions.py).
 
-Versions are those of requirements/, as constraints. torch is looked for in TORCH_INDEX, where that is set.
+Versions are constrained to those of requirements/. If TORCH_INDEX is set, torch comes from there.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from lock import PYTHONS, pins_in  # noqa: E402
 from wheels import build  # noqa: E402
 
 LIMIT_S = 1800
-"""Of one step. At a load of 40 on two cores, sources took 1,017 s to be installed and to train."""
+"""Time limit of one step. At a load of 40 on two cores, it took 1,017 s to install the sources and to train."""
 RUN = ("--shards", "1", "--workers", "1", "--tokens", "20_000", "--fresh")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", type=Path, nargs="*", help="wheels and sdists; without any, they are built here")
-    parser.add_argument("--python", action="append", help="an interpreter; may be repeated. Default: all that are here")
+    parser.add_argument("--python", action="append", help="an interpreter; may be repeated. Default: all that fit")
     args = parser.parse_args()
     pythons = args.python or [name for name in (f"python3.{minor}" for _, minor in PYTHONS) if shutil.which(name)]
     if not pythons:
@@ -63,7 +63,7 @@ def pins_of(part: str) -> dict[str, str]:
 
 
 def tried(python: str, node: Path, tools: Sequence[Path], constraints: Path, place: Path) -> bool:
-    """Print what came of it; whether all went well."""
+    """Install and train, and print the result. Returns whether every step succeeded."""
     own = place / "environment/bin"
     pip: list[str | Path] = [own / "python", "-m", "pip", "--disable-pip-version-check"]
     index = os.environ.get("TORCH_INDEX")
@@ -90,7 +90,7 @@ def tried(python: str, node: Path, tools: Sequence[Path], constraints: Path, pla
 
 
 def run(command: Sequence[str | Path], folder: Path) -> None:
-    """In `folder`, without anything of ours on the path. Raises CalledProcessError, TimeoutExpired."""
+    """Run a command in `folder`, with nothing of ours on the path. Raises CalledProcessError, TimeoutExpired."""
     outside = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     subprocess.run(list(map(str, command)), cwd=folder, env=outside, check=True, timeout=LIMIT_S, capture_output=True)
 

@@ -1,4 +1,4 @@
-"""Writes the words that the live page explains: those of docs/concepts.md, and a few of its own.
+"""Writes the glossary of the live page: the words of docs/concepts.md, and a few of the page's own.
 
 python tools/web_glossary.py
 """
@@ -22,14 +22,14 @@ OF_THE_PAGE = {
 
 
 def words_in(page: str) -> dict[str, str]:
-    """Word -> meaning, from the table under "Words", without the marks of Markdown."""
+    """Word -> meaning, from the table under "Words", without Markdown's marks."""
     table = page.partition("## Words")[2]
     rows = re.findall(r"^\| (?!word|---)(.+?) \| (.+) \|$", table, re.MULTILINE)
     return {word: _plain(meaning) for word, meaning in rows}
 
 
 def glossary() -> str:
-    """The contents of the file."""
+    """The content of the glossary file."""
     words = {**words_in(CONCEPTS.read_text(encoding="utf-8")), **OF_THE_PAGE}
     return json.dumps(words, indent=1, ensure_ascii=False) + "\n"
 

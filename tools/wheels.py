@@ -1,9 +1,9 @@
 """Builds what is published: the node's sources and wheels, and the wheels of the tools.
 
-`make wheels` runs it. The node has a wheel for any machine, and one with prebuilt kernels for each of two. A platform
-wheel is the wheel for any machine and the libraries of C kernels for that machine (`diloco_common.codec.library`). zig
-compiles them, for glibc 2.17 on, whatever machine this is. pip takes the platform wheel where it fits. Elsewhere torch
-does their work, until they are built there.
+`make wheels` runs it. The node has a wheel for any machine, and a platform wheel with prebuilt kernels for each of two
+kinds of machines. A platform wheel is the wheel for any machine plus libraries of C kernels (`library`). zig compiles
+these on any machine, for glibc 2.17 and later. pip takes the platform wheel where it fits. Elsewhere torch does the
+kernels' work until they are built there.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from diloco_common.codec import library
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ("deploy", "simulator")
-"""Folders of distributions that are a wheel alone, for any machine."""
+"""Folders of distributions that are published only as a wheel for any machine."""
 GLIBC = (2, 17)
 MADE = (1980, 1, 1, 0, 0, 0)
-"""When a library was made, as archives say it: the same each time, so equal sources make equal wheels."""
+"""Time stamp of a library in a wheel. It is always the same, so equal sources make equal wheels."""
 
 
 def compile_library(zig: Path, machine: str, instructions: library.InstructionSet, path: Path) -> None:
-    """The kernels for a machine of `library.PORTABLE`. `zig`: a Python with ziglang. Raises CalledProcessError."""
+    """Compile kernels for a machine in `library.PORTABLE`. `zig`: a Python with ziglang. Raises CalledProcessError."""
     target = f"{machine}-linux-gnu.{GLIBC[0]}.{GLIBC[1]}"
-    # zig knows machines by the names of their features; the oldest ARM machine is its default.
+    # zig spells the names of instruction sets differently; its default for ARM is the oldest machine.
     cpu = [flag.replace("x86-64-", "x86_64_") for flag in instructions.flags] if machine == "x86_64" else []
     command = [zig, "-m", "ziglang", "cc", "-target", target, *cpu, *library.KERNELS.flags, "-s"]
     subprocess.run([*map(str, command), "-o", str(path), *map(str, library.KERNELS.sources()), "-lm"], check=True)
 
 
 def platform_wheel(pure: Path, machine: str, compiled: Mapping[str, bytes], folder: Path) -> Path:
-    """The wheel `pure` with compiled libraries, by the names of their files, and the tag of their machine."""
+    """Write the wheel `pure` plus compiled libraries (file name -> content), with the tag of their machine."""
     tag = f"py3-none-manylinux_{GLIBC[0]}_{GLIBC[1]}_{machine}"
     into = folder / pure.name.replace("py3-none-any", tag)
     with zipfile.ZipFile(pure) as old, zipfile.ZipFile(into, "w", zipfile.ZIP_DEFLATED) as new:
@@ -60,7 +60,7 @@ def platform_wheel(pure: Path, machine: str, compiled: Mapping[str, bytes], fold
 
 
 def _record(files: Iterable[tuple[str, bytes]], own_name: str) -> str:
-    """The list of all files with their hashes, as PEP 376 has it."""
+    """The list of all files with their hashes, in the format of PEP 376."""
     lines = []
     for name, content in files:
         digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
@@ -69,7 +69,7 @@ def _record(files: Iterable[tuple[str, bytes]], own_name: str) -> str:
 
 
 def build(folder: Path) -> None:
-    """The node's sources, and all wheels for any machine. Raises CalledProcessError."""
+    """Build the node's sources, and all wheels for any machine. Raises CalledProcessError."""
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder)]
     for what in ([str(ROOT)], *(["--wheel", str(ROOT / name)] for name in TOOLS)):
         subprocess.run(

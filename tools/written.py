@@ -1,4 +1,4 @@
-"""Generated files that nobody edits: a tool writes them, or checks that they are up to date."""
+"""For generated files, which nobody edits: writes them, or checks that they are up to date."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def written(target: Path, text: str, description: str | None) -> int:
-    """Write this text, or compare it with `--check`. Returns the tool's exit code: 1 if the file is out of date."""
+    """Write this text; with `--check`, only compare it. Returns the exit code: 1 if the file is out of date."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the file is out of date")
     check = parser.parse_args().check

@@ -4,9 +4,9 @@
     python benchmarks/gpu --device cpu --minutes 1 --out g            # the rehearsal
     python benchmarks/gpu --only cost                                 # one step
 
-Each step is a process of its own, which is killed with all that it started when its time is over (plan.py). A case that
-fails or hangs ends its process, as an error of a device spoils what comes after; the next process goes on behind it.
-Exit code 1 if a row failed.
+Each step is a process of its own. When its time is over, it is killed with everything that it started (plan.py). A case
+that fails or hangs ends its process, since an error on a device spoils later cases. The next process goes on after that
+case. Exit code 1 if a row failed.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ PAGE = ROOT / "docs/gpu.md"
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda", help="cuda, cpu, or as torch names another accelerator")
-    parser.add_argument("--minutes", type=float, default=8.0, help="for everything (default: 8; 1 or more)")
+    parser.add_argument("--device", default="cuda", help="cuda, cpu, or torch's name of another accelerator")
+    parser.add_argument("--minutes", type=float, default=8.0, help="time for all steps (default: 8; 1 or more)")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"), metavar="FOLDER", help="JSON and logs")
-    parser.add_argument("--only", choices=STEPS, metavar="STEP", help=f"one of {', '.join(STEPS)}: all time is its own")
+    parser.add_argument("--only", choices=STEPS, metavar="STEP", help=f"run only one of {', '.join(STEPS)}")
     parser.add_argument("--page", action="store_true", help="only write docs/gpu.md, from the JSON in --out")
     parser.add_argument("--step", choices=STEPS, help=argparse.SUPPRESS)
     parser.add_argument("--ends-at", type=float, help=argparse.SUPPRESS)
@@ -60,7 +60,7 @@ def main() -> int:
     run_steps(args)
     print(table(args.out))
     found = results(args.out)
-    if args.device != "cpu" and any(of["machine"] for of in found.values()):  # a card was there
+    if args.device != "cpu" and any(of["machine"] for of in found.values()):  # it ran on a card
         write_page(args.out)
     return int(any(row.result == FAIL for of in found.values() for row in rows_of(of)))
 
@@ -71,11 +71,11 @@ def write_page(folder: Path) -> None:
 
 def run_steps(args: argparse.Namespace) -> None:
     limits = bounds(args.minutes) if args.only is None else {args.only: 60 * args.minutes}
-    for name in limits:  # with --only, what is known of the other steps stays
+    for name in limits:  # with --only, the results of the other steps stay
         (args.out / f"{name}.json").unlink(missing_ok=True)
     ends_at = time.time()
     for name, seconds in limits.items():
-        began, ends_at = time.monotonic(), ends_at + seconds  # what a step leaves over, the next one may take
+        began, ends_at = time.monotonic(), ends_at + seconds  # the next step may use the time that a step leaves over
         if STEPS[name].needs_card and args.device == "cpu":
             Record(args.out / f"{name}.json", name, [], {}).end(name, [Row("all of it", "", NOT_HERE)], 0.0)
             continue
@@ -84,7 +84,7 @@ def run_steps(args: argparse.Namespace) -> None:
 
 
 def run_step(name: str, args: argparse.Namespace, ends_at: float) -> None:
-    """Until all cases have run, or the time is over, or a process ends that has begun none."""
+    """Start processes until all cases have run, the time is over, or a process ends without having begun a case."""
     own = [f"--device={args.device}", f"--minutes={args.minutes}", f"--out={args.out}"]
     command = [sys.executable, str(HERE), *own, f"--step={name}", f"--ends-at={ends_at}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **STEPS[name].environment}
@@ -100,7 +100,7 @@ def run_step(name: str, args: argparse.Namespace, ends_at: float) -> None:
             except subprocess.TimeoutExpired:
                 code = 0
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # its shards, too
+                os.killpg(process.pid, signal.SIGKILL)  # with its shards
             process.wait()
             known = path.read_bytes() if path.exists() else b""
     is_over = time.time() >= ends_at
@@ -112,7 +112,7 @@ def run_step(name: str, args: argparse.Namespace, ends_at: float) -> None:
 
 
 def run_cases(args: argparse.Namespace) -> int:
-    """In the process of a step."""
+    """Run the cases of a step, in its process. Returns the exit code."""
     from place import Place
 
     step = STEPS[args.step]
@@ -133,7 +133,7 @@ def run_cases(args: argparse.Namespace) -> int:
         faulthandler.cancel_dump_traceback_later()
         record.end(case, rows, time.monotonic() - began)
         if any(row.result == FAIL for row in rows):
-            os._exit(FAILED)  # threads of a case that failed must not hold it up
+            os._exit(FAILED)  # do not wait for threads of the failed case
     return 0
 
 
@@ -147,7 +147,7 @@ def machine(place: Any) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Of this repository; where git is not, as pack.py has written it down."""
+    """The commit of this repository. If git does not know it, the one that pack.py wrote down."""
     try:
         command = ["git", "rev-parse", "--short", "HEAD"]
         return subprocess.check_output(command, cwd=ROOT, text=True, stderr=subprocess.DEVNULL).strip()

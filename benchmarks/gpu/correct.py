@@ -1,8 +1,8 @@
 """Whether a learner on a device holds, contributes and gets what it should. Each case is one row.
 
-A training script in small joins two real shards beside two partners, by the public API alone. What must be true of it
-says tests/contract/what_works/script.py: a version holds what the script has trained, it is in the script's model, the
-next step begins there, `finish` leaves what an observer pulls.
+A small training script joins two real shards, together with two partners, and uses only the public API.
+tests/contract/what_works/script.py says what must be true: a version holds what the script has trained, it is in the
+script's model, the next step begins from it, and after `finish` the script's model is what an observer pulls.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from lockstep import Lockstep
 
 CASES: dict[str, Callable[[Place], list[Row]]] = {}
 CODED = 3 * 256 * 1024 + 77
-"""Elements: several slices, blocks and an odd end."""
+"""Number of elements: several slices and blocks, and an odd rest."""
 
 
 def case(name: str) -> Callable[[Callable[[Place], str | None]], Callable[[Place], str | None]]:
-    """One that raises where it does not hold; what it gives is the figure."""
+    """Register a case. It raises if its check fails, and returns the figure for its row."""
 
     def add(run: Callable[[Place], str | None]) -> Callable[[Place], str | None]:
         CASES[name] = lambda place: [Row(name, result=PASS, figure=run(place) or "")]
@@ -47,7 +47,7 @@ def case(name: str) -> Callable[[Callable[[Place], str | None]], Callable[[Place
 
 
 def script(name: str) -> Callable[[Callable[[Place], Script]], Callable[[Place], Script]]:
-    """One that is no more than a training script."""
+    """Register a case that is just a training script."""
 
     def add(make: Callable[[Place], Script]) -> Callable[[Place], Script]:
         case(name)(lambda place: trains(make(place)))
@@ -63,12 +63,12 @@ def trains(made: Script) -> None:
 
 @contextmanager
 def ground(**settings: Any) -> Iterator[Ground]:
-    """Two shards that serve on loopback, in a thread of this process; the settings are of `sync`."""
+    """Two shards that serve on loopback, in a thread of this process. `settings` are those of the section `sync`."""
     thread, started = LoopThread(), list[InProcessShard]()
 
     def start(**sync: int) -> str:
         exact = {"push": "float32", "pull": "float32", "fragments": 2, **settings, **sync}
-        outer = {"average": 0.9}  # nobody who does not ask for it sees it
+        outer = {"average": 0.9}  # only those who ask for the average see it
         shards = [settings_with(sync=exact, outer=outer, shard={"index": i, "count": 2}) for i in range(2)]
         started.extend(InProcessShard(thread, settings).start() for settings in shards)
         return ",".join(shard.address for shard in started)
@@ -84,7 +84,7 @@ def ground(**settings: Any) -> Iterator[Ground]:
 
 
 def check_bytes(encoding: str, place: Place) -> None:
-    """Encoded and decoded on the CPU and on the device, with error feedback."""
+    """Encode and decode on the CPU and on the device, with error feedback, and compare all results."""
     drawn = torch.Generator().manual_seed(place.seed)
     values = torch.randn(CODED, generator=drawn) * torch.rand(CODED, generator=drawn).mul_(-30).exp_()
     values[:300], values[300:600] = 0.0, values[300:600] * 1e-38
@@ -108,7 +108,7 @@ for _encoding in encoding_names():
 
 
 def check_same_run(dtype: torch.dtype, place: Place) -> None:
-    """Carry, snapshots, residuals: two learners train by the same numbers on CPU and device, and hold the same bits."""
+    """Carry, snapshots, residuals: two learners train on the same numbers on CPU and device, and get the same bits."""
 
     def run(device: torch.device) -> list[Tensor]:
         coded = {"push": "int8", "pull": "bfloat16", "fragments": 2, "sync_every": 2}
@@ -196,7 +196,7 @@ def compiled(mode: str, place: Place) -> Script:
 
 
 def captured(place: Place, model: nn.Module, mode: str) -> Callable[[], Tensor]:
-    """A whole training step as one CUDA graph, with capturable=True. Replays it."""
+    """Capture a whole training step as one CUDA graph, with capturable=True. Returns a function that replays it."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, capturable=True)
     side = place.module.Stream()
 
@@ -280,7 +280,7 @@ def tiny_gpt(place: Place) -> Any:
 
 
 def first_life(device: str, pipe: Any, stepped: Any) -> None:
-    """Of the learner that is killed, in a process of its own."""
+    """The first life of the learner that is killed, in a process of its own."""
     place = Place.of(device, 1, 0.0)
     model = tiny_gpt(place)
     batches, optimizer = place.batches(4, 32, seed=1), adamw(place, model)
@@ -331,6 +331,6 @@ def killed(place: Place) -> str:
     return f"losses {losses[0]:.4f} and {losses[1]:.4f}"
 
 
-# Compiling takes longest.
+# These come last, as compiling takes longest.
 script("torch.compile(mode='default')")(partial(compiled, "default"))
 script("torch.compile(mode='reduce-overhead')")(partial(compiled, "reduce-overhead"))

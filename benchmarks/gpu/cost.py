@@ -1,12 +1,12 @@
-"""What a learner costs the training on a device: real batches, default settings, two shards on the same machine.
+"""How much a learner slows training on a device: real batches, default settings, two shards on the same machine.
 
-A turn is 24 steps. Turns with and without `learner.step` alternate in one process, so what the machine does meanwhile
-hits both alike. What of a turn is still under way at its end is taken in before the next one, outside of both.
+A turn is 24 steps. Turns with and without `learner.step` alternate in one process, so other load on the machine affects
+both equally. Transfers that are in flight at the end of a turn arrive before the next turn, outside of both.
 
     delayed     seconds of a step on the device's clock, above the median of the steps without a learner
-    idle        on the device's clock, from the end of the optimizer's step to what the next forward pass queues, above
-                the same without a learner: what a version adds, and what the device waits for
-    peak        bytes allocated at most within a step, above the same before `join`
+    idle        time on the device's clock from the end of the optimizer's step to the first work of the next forward
+                pass, above the same without a learner: applying versions, and waiting of the device
+    peak        maximum bytes allocated within a step, above the same before `join`
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from light_learners import Member, running_shards
 TURN = 24
 WARM_UP = 6
 SHARE_OF_TIME = 0.9
-"""Of what is left for a model, that turns may begin in."""
+"""Share of the time left for a model in which turns may begin."""
 
 
 @dataclass(frozen=True)
@@ -49,26 +49,26 @@ FIRST = ("1 B", "device")
 
 @dataclass
 class Turns:
-    """One entry per step, unless it says otherwise."""
+    """The measurements of several turns. Lists have one entry per step."""
 
     device_s: list[float] = field(default_factory=list)
-    """From one step's begin to the next one's, on the device's clock."""
+    """Seconds from the start of a step to the start of the next one, on the device's clock."""
     boundary_s: list[float] = field(default_factory=list)
     inside_s: list[float] = field(default_factory=list)
-    """In `learner.step`, of the training thread."""
+    """Seconds that the training thread spends in `learner.step`."""
     wall_s: float = 0.0
     cpu_s: float = 0.0
     shards_cpu_s: float = 0.0
     peak_bytes: int = 0
     peak_of: dict[str, int] = field(default_factory=dict)
-    """At the moment of a push, and of a version."""
+    """"push" or "version" -> peak bytes of steps in which one was taken or applied."""
     counted: dict[str, float] = field(default_factory=dict)
 
 
 def run_turn(
     place: Place, step: Callable[[], Tensor], into: Turns, shards: list[Member], learner: Any = None, tokens: int = 0
 ) -> None:
-    """24 steps. With a learner, each ends in `learner.step`."""
+    """Take `TURN` steps. With a learner, each step ends in `learner.step`."""
     place.wait()
     marks, counts = [place.mark()], counted(learner)
     began, cpu = time.perf_counter(), time.process_time()
@@ -83,7 +83,7 @@ def run_turn(
             learner.step(tokens=tokens, loss=loss)
             into.inside_s.append(time.perf_counter() - entered)
         marks.append(place.mark())
-        # Of a step whose work is still queued: memory is taken when it is queued, not when it is used.
+        # This is the peak of a step whose work is still queued: memory is taken when work is queued, not when it runs.
         peak, now = place.peak_bytes(), counted(learner)
         into.peak_bytes = max(into.peak_bytes, peak)
         for what in (what for what in now if now[what] > counts[what]):
@@ -100,7 +100,7 @@ def run_turn(
 
 
 def counted(learner: Any) -> dict[str, float]:
-    """Contributions that were taken (so pushed soon), and versions applied, since the learner joined."""
+    """Contributions that were encoded (so pushed soon), and versions applied, since the learner joined."""
     if learner is None or learner.core is None:
         return {}
     registry = learner.telemetry.metrics.registry
@@ -110,7 +110,7 @@ def counted(learner: Any) -> dict[str, float]:
 
 
 def settle(learner: Any, until_s: float = 3.0) -> None:
-    """What is under way arrives, outside of all turns."""
+    """Wait until everything in flight has arrived, outside of all turns."""
     ends, before = time.monotonic() + until_s, dict[str, float]()
     while time.monotonic() < ends and (now := counted(learner)) != before:
         before = now
@@ -118,7 +118,7 @@ def settle(learner: Any, until_s: float = 3.0) -> None:
 
 
 def measure(size: Size, residuals: str, place: Place, until: float) -> tuple[Turns, Turns, dict[str, Any]]:
-    """Turns without a learner, and with one, until this time."""
+    """Take turns without a learner and with one until this time. Returns both, and facts about the run."""
     model = place.gpt(size.layers, size.width, size.context)
     params = sum(p.numel() for p in model.parameters())
     optimizer, batches = adamw(place, model), place.batches(size.batch, size.context)
@@ -137,7 +137,7 @@ def measure(size: Size, residuals: str, place: Place, until: float) -> tuple[Tur
         addresses = [shard.address for shard in shards]
         joining: dict[str, Any] = {"residuals": residuals, "wait_s": 60.0, "log": None}
         with diloco_worker.join(addresses, model, learner_id="card", **joining) as learner:
-            for _ in range(2):  # every fragment has had a round
+            for _ in range(2):  # after these, every fragment has had a round
                 run_turn(place, step, Turns(), shards, learner, tokens)
             while not beside.device_s or time.time() < until:
                 settle(learner)
@@ -198,7 +198,7 @@ def rows(name: str, residuals: str, place: Place, without: Turns, beside: Turns,
 
 
 def matrix_flops(place: Place) -> float:
-    """Of a large matrix product in bfloat16; on a CPU a small one in float32."""
+    """FLOP/s that a large matrix product in bfloat16 reaches. On a CPU: a small one in float32."""
     size, dtype = (8192, torch.bfloat16) if place.is_card else (512, torch.float32)
     one = torch.randn(size, size, device=place.device, dtype=dtype)
     return 2 * size**3 / timed(lambda: one @ one, place, 5)
@@ -217,7 +217,7 @@ def sized(name: str, residuals: str, share: float, place: Place) -> list[Row]:
     if place.is_card:
         place.module.empty_cache()
         return found
-    # Seconds and shares of a model this small, on a CPU that is busy, judge nothing.
+    # For a model this small, on a busy CPU, seconds and shares say nothing, so they are not judged.
     return [Row(row.name, row.goal, MEASURED, row.figure) for row in found]
 
 

@@ -1,11 +1,11 @@
-"""Where to encode: three ways, beside real steps of a model of 1 B parameters, a fragment (a 24th) in each step.
+"""Where to encode: three ways, during real steps of a model of 1 B parameters, a fragment (a 24th) in each step.
 
-    as it is        on the device, by torch, in slices that fit a CPU's cache; 1 or half a byte crosses to the host
+    as it is        on the device, by torch, in slices that fit a CPU's cache; 1 or half a byte per element is copied
     whole chunks    the same on the device, 4 Mi elements at a time: a sixteenth of the launches
-    on the host     2 bytes cross, and the kernels in C encode there
+    on the host     2 bytes per element are copied to the host, and the kernels in C encode them there
 
-All of them encode snapshot + residual, and leave the loss. The bytes are those of the wire format. A way is adopted if
-a real step gains more than 0.5 %, or the host's cores fall by half.
+All of them encode snapshot + residual, and keep the encoding error. The bytes are those of the wire format. A way is
+worth adopting if a real step gets more than 0.5 % faster, or the use of the host's cores falls by half.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ WORTH_S, WORTH_CORES = 0.005, 0.5
 
 
 def whole_chunks(values: Tensor, encoding: str, residual: Tensor) -> Payload:
-    """The trial: x = values + residual, both bfloat16 [n] on a device; residual <- what encoding lost of x."""
+    """The trial: encode x = values + residual, both bfloat16 [n] on a device. residual becomes the encoding error."""
     codec, chunks = get_codec(encoding), ChunkWriter(encoding, values.numel(), chunk_elements(encoding))
     assert isinstance(codec, BlockCodec)
     for bounds in chunks.bounds:
         x = values[bounds].float() + residual[bounds]
-        # The last block has fewer elements: zeros change no maximum.
+        # The last block has fewer elements, so it is padded: zeros change no maximum.
         blocks = torch.nn.functional.pad(x, (0, -x.numel() % BLOCK_ELEMENTS)).view(-1, BLOCK_ELEMENTS)
         scales = blocks.abs().amax(1, keepdim=True)
         scales = scales.div_(torch.full((), codec.code_max, device=x.device)).clamp_(max=codec.scale_max)
@@ -65,7 +65,7 @@ def as_it_is(values: Tensor, encoding: str, residual: Tensor) -> Payload:
 
 
 def on_the_host(values: Tensor, encoding: str, residual: Tensor, host: Tensor) -> Payload:
-    """`host`: pinned; `residual` is on the host, too."""
+    """`host` is pinned memory, and `residual` is on the host, too."""
     return as_it_is(host.copy_(values), encoding, residual)
 
 

@@ -1,4 +1,4 @@
-"""The step "doctor": what `diloco doctor --device` finds, each of its checks as a row."""
+"""The step "doctor": the findings of `diloco doctor --device`, a row for each check."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Packs what a bare machine lacks into a folder of wheels, for its version of Python: .gpu/, which is not committed.
+"""Packs the wheels that a bare machine lacks, for its version of Python, into the folder .gpu/, which is not committed.
 
     python benchmarks/gpu/pack.py --python 3.12
     python benchmarks/gpu/pack.py --python 3.13 --machine aarch64 --glibc 2.31
 
-The versions are those of requirements/, each checked by its hash: what our packages import, without torch and what
-torch brings, and psutil, which reads the memory of a process. The repository itself travels as it is.
+These are the packages that ours import, except torch and what comes with torch, and psutil, which reads the memory of a
+process. Versions are those of requirements/, each checked by its hash. The repository itself is copied as it is.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".gpu"
 BYTES_MAX = 60 << 20
 OF_TORCH = {"networkx", "mpmath", "sympy", "jinja2", "markupsafe", "filelock", "fsspec", "setuptools", "numpy"}
-"""Every torch comes with them; another numpy than the one that it was built for could break it."""
+"""Every torch comes with them. A numpy other than the one that it was built for could break it."""
 ALSO = {"psutil"}
 OLDEST_GLIBC = 5
-"""manylinux_2_5 and later ones up to that of the machine: pip matches each by its name."""
+"""Minor version: tags go from manylinux_2_5 to the machine's, as pip matches each tag by its name."""
 
 
 def pinned() -> str:
@@ -42,9 +42,9 @@ def pinned() -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", default="3.12", help="its version (default: 3.12)")
-    parser.add_argument("--machine", default="x86_64", help="as `uname -m` says it there")
-    parser.add_argument("--glibc", default="2.35", help="as `ldd --version` says it there, or less")
+    parser.add_argument("--python", default="3.12", help="the machine's version of Python (default: 3.12)")
+    parser.add_argument("--machine", default="x86_64", help="what `uname -m` prints on the machine")
+    parser.add_argument("--glibc", default="2.35", help="what `ldd --version` prints on the machine, or less")
     args = parser.parse_args()
     wheels = FOLDER / "wheels"
     shutil.rmtree(FOLDER, ignore_errors=True)
@@ -66,7 +66,7 @@ def main() -> int:
     (FOLDER / "COMMIT").write_text(subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
     size = sum(path.stat().st_size for path in wheels.iterdir())
     print(f"{len(list(wheels.iterdir()))} wheels for Python {args.python}, {size / 1e6:.0f} MB, in {FOLDER}")
-    print("over there, in the copy of this repository: bash benchmarks/gpu/there.sh --minutes 8 --out g")
+    print("on the machine, in its copy of this repository: bash benchmarks/gpu/there.sh --minutes 8 --out g")
     if size > BYTES_MAX:
         print(f"pack: more than {BYTES_MAX >> 20} MiB", file=sys.stderr)
     return int(size > BYTES_MAX)

@@ -1,4 +1,4 @@
-"""Where cases run: the device and its clock, its memory and its streams, small on a CPU and of real size on a card."""
+"""Where cases run: the device with its clock, memory and streams; models are small on a CPU, of real size on a card."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Place:
     device: torch.device
     seed: int
     ends_at: float
-    """By the wall clock."""
+    """Wall-clock time at which the step must end."""
 
     @classmethod
     def of(cls, device: str, seed: int, ends_at: float) -> Place:
@@ -45,7 +45,7 @@ class Place:
 
     @property
     def module(self) -> Any:
-        """torch.cuda, or that of another make."""
+        """torch.cuda, or torch's module for another accelerator."""
         return getattr(torch, self.device.type)
 
     def card(self) -> str:
@@ -58,7 +58,7 @@ class Place:
     # ------------------------------------------------------------ the device's own clock and memory
 
     def mark(self) -> Any:
-        """A moment on the device's clock; on a CPU, now."""
+        """A moment on the device's clock. On a CPU: now."""
         if not self.is_card:
             return time.perf_counter()
         event = self.module.Event(enable_timing=True)
@@ -66,7 +66,7 @@ class Place:
         return event
 
     def between_s(self, one: Any, other: Any) -> float:
-        """Seconds on the device's clock. Waits for nothing: call `wait` before."""
+        """Seconds between two marks on the device's clock. Does not wait for the device: call `wait` before."""
         return float(other - one) if not self.is_card else float(one.elapsed_time(other)) / 1e3
 
     def reset_peak(self) -> None:
@@ -74,7 +74,7 @@ class Place:
             self.module.reset_peak_memory_stats()
 
     def peak_bytes(self) -> int:
-        """Allocated at most since `reset_peak`; 0 on a CPU."""
+        """Maximum number of bytes allocated since `reset_peak`. 0 on a CPU."""
         return int(self.module.max_memory_allocated()) if self.is_card else 0
 
     # ------------------------------------------------------------ models and batches
@@ -83,7 +83,7 @@ class Place:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.is_card)
 
     def gpt(self, layers: int, width: int, context: int) -> GPT:
-        """On the device, drawn there: a billion numbers take a CPU ten seconds."""
+        """A model on the device. Its values are drawn there: a CPU takes ten seconds for a billion numbers."""
         settings = ModelSettings(layers=layers, width=width, heads=max(1, width // 64), context=context)
         if not self.is_card:
             return build_gpt(settings, self.seed)
@@ -105,7 +105,7 @@ class Place:
 
 
 def train_step(place: Place, model: GPT, optimizer: torch.optim.Optimizer, rows: Tensor) -> Tensor:
-    """Forward, backward, step. Waits for nothing."""
+    """Forward, backward, step. Does not wait for the device."""
     with place.autocast():
         loss = model.loss(rows[:, :-1], rows[:, 1:])
     loss.backward()  # type: ignore[no-untyped-call]
@@ -119,7 +119,7 @@ def adamw(place: Place, model: GPT) -> torch.optim.Optimizer:
 
 
 def timed(work: Callable[[], object], place: Place, times: int) -> float:
-    """Seconds of one, on the device's clock, after one to warm up."""
+    """Mean seconds of one call, on the device's clock, after a call to warm up."""
     work()
     place.wait()
     began = place.mark()

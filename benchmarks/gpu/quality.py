@@ -1,8 +1,8 @@
-"""Whether what rare merging costs shrinks with size: a byte GPT of 10 M parameters on Python's own sources.
+"""Whether the cost of rare merging shrinks with model size: a byte GPT of 10 M parameters on Python's own sources.
 
-Four learners, in turn on one device, against one model that takes the batches of all four in each step: the same
-tokens, and AdamW at the rate that was best at 1.5 M parameters. Not tuned at this size. The lab's runs stop at 0.4 M
-(docs/quality.md).
+Four learners take turns on one device. They are compared with one model that takes the batches of all four in each
+step: the same tokens, and AdamW at the rate that was best at 1.5 M parameters, not tuned at this size. The lab's runs
+stop at 0.4 M (docs/quality.md).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LEARNERS, RATE, WARM_UP, FIRST = 4, 2e-3, 0.1, 12
 
 
 class Training:
-    """One model and what trains it, for so many steps."""
+    """One model, its optimizer and its batches, for `steps` steps."""
 
     def __init__(self, place: Place, batch: int, seed: int) -> None:
         layers, width, self.context, self.steps = (12, 256, 256, 240) if place.is_card else (2, 32, 32, 24)
@@ -37,7 +37,7 @@ class Training:
         self.done = 0
 
     def step(self) -> int:
-        """Its tokens. The rate goes up and down in straight lines."""
+        """Take a step. Returns its tokens. The learning rate rises and then falls linearly."""
         share = self.done / self.steps
         for group in self.optimizer.param_groups:
             group["lr"] = RATE * min((self.done + 1) / (WARM_UP * self.steps), (1 - share) / (1 - WARM_UP))
@@ -81,7 +81,7 @@ def learners(every: int, place: Place) -> list[Row]:
         while all_of[-1][0].done < all_of[-1][0].steps:
             for training, learner in all_of:
                 learner.step(tokens=training.step())
-        for _, learner in all_of * 4:  # rounds that are open close
+        for _, learner in all_of * 4:  # so that open rounds close
             learner.poll(0.1)
         training = all_of[0][0]
         training.model.load_state_dict(dict(pull_global_model(addresses).tensors))

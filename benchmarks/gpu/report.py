@@ -1,4 +1,4 @@
-"""What a step has found: a JSON file that is written anew after each case, the table, and docs/gpu.md.
+"""The results of a step: a JSON file that is rewritten after each case, the table, and docs/gpu.md.
 
 STEP.json    {"step", "machine": {...}, "cases": {case: {"state", "seconds", "rows": [{name, goal, result, figure}]}}}
 """
@@ -35,11 +35,11 @@ def judged(name: str, goal: str, is_met: bool, figure: str) -> Row:
 
 
 class NotHere(Exception):
-    """What a case needs, this machine has not."""
+    """This machine lacks something that a case needs."""
 
 
 class Record:
-    """The JSON file of one step. A process that goes on after another one died begins with the next case."""
+    """The JSON file of one step. If a process dies, the next one begins with the case after that."""
 
     def __init__(self, path: Path, step: str, cases: Iterable[str], machine: dict[str, Any]) -> None:
         self._path = path
@@ -54,7 +54,7 @@ class Record:
         self._write()
 
     def left(self) -> Iterator[str]:
-        """The cases that nobody has begun, each marked as begun: if the process dies in it, that is what stays."""
+        """The cases that no process has begun. Each is marked as begun first: if the process dies, the mark stays."""
         for case, found in self._cases.items():
             if found["state"] == NOT_REACHED:
                 self.end(
@@ -77,7 +77,7 @@ def write(path: Path, found: dict[str, Any]) -> None:
 
 
 def cut_off(path: Path) -> None:
-    """The time of a step was over: what was under way has not failed."""
+    """The time of a step was over. Mark the case that was running as cut off, not as failed."""
     found = json.loads(path.read_text()) if path.exists() else {"cases": {}}
     for case, of in found["cases"].items():
         if of["state"] == BEGUN:
@@ -86,7 +86,7 @@ def cut_off(path: Path) -> None:
 
 
 def results(folder: Path) -> dict[str, dict[str, Any]]:
-    """Step -> its file, of those that have begun."""
+    """Step -> content of its file, for all steps that have begun."""
     return {step: json.loads(p.read_text()) for step in STEPS if (p := folder / f"{step}.json").exists()}
 
 
@@ -95,7 +95,7 @@ def rows_of(found: dict[str, Any]) -> list[Row]:
 
 
 def table(folder: Path) -> str:
-    """For a terminal."""
+    """All rows as text for a terminal."""
     lines = []
     for step, found in results(folder).items():
         for row in rows_of(found):
@@ -105,14 +105,14 @@ def table(folder: Path) -> str:
 
 
 def page(before: str, folder: Path) -> str:
-    """docs/gpu.md: what a person has written of it, and the results of a run on a card, if there was one."""
+    """docs/gpu.md: the part that people have written, then the results of a run on a card, if there are any."""
     found = results(folder)
     if not found:
         return before.partition(MARK)[0] + MARK + "\n" + NEVER
     machine = next(of["machine"] for of in found.values() if of["machine"])
     said = ", ".join(f"{key} {value}" for key, value in machine.items())
     parts = [before.partition(MARK)[0], MARK, f"\nLast run: {said}.\n"]
-    # The step that repeats another one is a column beside it.
+    # A step that repeats another one becomes a column in that one's table.
     for step in (name for name in found if "-" not in name):
         again = [name for name in found if name.startswith(f"{step}-")]
         heads = [step, "goal", "result", *(name.removeprefix(f"{step}-") for name in again), "figure"]

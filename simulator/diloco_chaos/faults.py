@@ -152,7 +152,7 @@ class ChaosCluster:
         self._supervisor, self._interrupts, self._tell = supervisor, interrupts, tell
         self._children = Children(settings, files, Programs())
         self._run = ChaosRun()
-        self._frozen: list[tuple[float, str, float]] = []  # end of the freeze, name, begin of the freeze
+        self._frozen: list[tuple[float, str, float]] = []  # end of the freeze, name, start of the freeze
 
     def run(self, plan: Sequence[Fault], seconds: float) -> ChaosRun:
         """Start the cluster, inject faults for `seconds` while it trains, let it heal, and stop it.

@@ -114,7 +114,7 @@ def death_of(process: Process, run: ChaosRun) -> float:
 
 
 def frozen_times(process: Process, run: ChaosRun) -> list[tuple[float, float]]:
-    """The begin and end of each time that the process was frozen, in order."""
+    """The start and end of each time that the process was frozen, in order."""
     faults = [fault for fault in run.faults if fault.kind == "freeze" and fault.target == process.name]
     return sorted((fault.began, fault.ended) for fault in faults if fault.ended > process.began)
 

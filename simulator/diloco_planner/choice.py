@@ -15,7 +15,7 @@ from diloco_planner.plans import Link
 
 DEFAULTS = SyncSettings()
 EVERY, EVERY_MEASURED = DEFAULTS.first_every, 48
-"""H: the default, and the largest whose quality was measured. `EVERY_MOST`, the limit of "auto", is also ours."""
+"""H: the default, and the largest whose quality was measured. We propose at most `EVERY_MOST`, as "auto" does."""
 FRAGMENTS, FRAGMENTS_MOST = DEFAULTS.fragments, 256
 """P: the default, and the maximum if each of many shards must own a fragment."""
 TRAINING_BYTES = 16
@@ -58,7 +58,7 @@ class PlannedRun:
 
     @property
     def companions_share(self) -> float:
-        """What companions add to contributions and bytes of the model: as much again, this many times as rarely."""
+        """What companions add to the model's contributions and bytes, as a share of these. They are sent less often."""
         return 1 / self.companions_every if self.companions_every else 0.0
 
     @property

@@ -148,7 +148,7 @@ class Described:
     """Differences from the preset."""
     shards: ShardPlan = field(default_factory=ShardPlan)
     shards_at: str = ""
-    """The site that pays for sending versions, and whose learners need no link; else the first site sends them."""
+    """The shards' site: it pays for sending versions, and its learners need no link. Empty: the first site pays."""
     price_shard_hour: float = 0.0
     currency: str = ""
     date: str = ""
