@@ -38,7 +38,7 @@ from words import Found, WatchedShard
 HERE = Path(__file__).resolve().parent
 RECORD = HERE / "results" / "hostile.md"
 RATES = {"muon": "four_h12", "adamw": "adamw_h12_agreement"}
-"""Arms of `benchmarks/frequency`, with tuned rates."""
+"""Arms of `benchmarks/frequency`, with tuned learning rates."""
 STEPS = 480.0
 """40 versions."""
 MOST = {"muon": 1.01, "adamw": 1.015}

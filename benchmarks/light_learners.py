@@ -49,7 +49,7 @@ from diloco_worker.shell.pusher import SEEDS_IN_FLIGHT
 TOKENS_PER_STEP = 1000
 CALL_S = 300.0
 ATTEMPTS_MAX = 50
-"""Attempts of a push, about two minutes in all, after which a lost shard ends the benchmark."""
+"""Maximum number of attempts of a push, in about two minutes. After them, a lost shard ends the benchmark."""
 LAYERS, WIDEST = 10, 768
 SCHEDULER_CLOCK = 2
 """Clock id for the CPU time of a process on Linux; see clock_getcpuclockid(3)."""

@@ -296,7 +296,7 @@ def show(r: dict[str, Any]) -> None:
     lines = [
         ("a round", spread(r["seconds"])),
         ("Gloo all-reduce", spread(r["gloo_seconds"])),
-        ("ratio", f"{r['ratio_to_gloo']:.2f}  (median of the ratios of neighbouring rounds)"),
+        ("ratio", f"{r['ratio_to_gloo']:.2f}  (median of the ratios of neighboring rounds)"),
         ("bytes", f"{up:.2f} up + {down:.2f} down = {up + down:.2f} per parameter and learner;"),
         ("", f"per step at H = {r['fragments']} {100 * r['share_of_data_parallel_per_step']:.1f} % of float32 "
          "data-parallel"),

@@ -43,7 +43,7 @@ SLEEP_S = 0.095
 STEP_TOKENS = 1000
 CHANGE = 1e-4
 PARTS = 24
-"""Parts of the parameters, of which one is changed per step."""
+"""Number of parts of the parameters. Each step changes one part."""
 TENSORS = 500
 """Approximate number of tensors; a fragment has about 21."""
 FRAGMENTS = 24

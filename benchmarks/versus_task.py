@@ -41,7 +41,7 @@ class Task:
     """The worker that takes `slow_factor` times as long. -1: none."""
     slow_factor: float = 3.0
     sync_every: int = 24
-    """H of every system that has one."""
+    """H, in every system that has an H."""
     outer_lr: float = 0.7
     outer_momentum: float = 0.5
     lr: float = 1e-3

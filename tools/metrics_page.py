@@ -28,7 +28,7 @@ to look at.
 
 
 class Page(Declare):
-    """Turns declared metrics into lines of a list."""
+    """Turns the declared metrics into lines of a list."""
 
     def __init__(self) -> None:
         super().__init__(CollectorRegistry())

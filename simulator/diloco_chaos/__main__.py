@@ -56,7 +56,7 @@ class ClusterOptions:
     shards: Annotated[str | None, setting("cluster.shards", "N", "parameter-server processes")] = None
     workers: Annotated[str | None, setting("cluster.workers", "N", "learners", default=8)] = None
     seed: Annotated[
-        str | None, setting("run.seed", "N", "of the plan, the initial weights and the order of the data")
+        str | None, setting("run.seed", "N", "seed of the plan, the initial weights and the order of the data")
     ] = None
     folder: Annotated[
         str | None, setting("cluster.folder", "PATH", "folder for histories and logs", default="runs/chaos")
@@ -103,13 +103,13 @@ def chaos(
         float,
         Parameter(converter=_SECONDS, metavar="3s", help="longest time that a living worker may go without a step"),
     ] = 3.0,
-    no_baseline: Annotated[Flag, Parameter(help="no fault-free run: half the time, but no goodput")] = False,
+    no_baseline: Annotated[Flag, Parameter(help="skip the fault-free run: half the time, but no goodput")] = False,
     json: Annotated[Path | None, Parameter(metavar="FILE.json", help="write the result here")] = None,
     options: SettingsOptions = NO_SETTINGS,
 ) -> int:
-    """Run a cluster on this machine without faults. Then run one, and kill and freeze its workers and shards by a
-    seeded plan. Every process records its history. The histories show how much work got through, and whether any was
-    lost or counted twice. Exit code 1 if a promise was broken.
+    """Run a cluster on this machine without faults. Then run one, and kill and freeze its workers and shards according
+    to a seeded plan. Every process records its history. The histories show how much work got through, and whether any
+    was lost or counted twice. Exit code 1 if a promise was broken.
     """
     settings, baseline = cluster.settings(options), None
     plan = harm.plan(settings)

@@ -120,10 +120,10 @@ def protocol(
     *,
     results: ResultsOptions = ResultsOptions(),
     page: Annotated[
-        Path | None, Parameter(metavar="FILE", help="the tables in markdown, rewritten as results come")
+        Path | None, Parameter(metavar="FILE", help="the tables in markdown, rewritten as results arrive")
     ] = None,
 ) -> int:
-    """Run the missing parts of a protocol; the page is rewritten after every seed."""
+    """Run the missing parts of a protocol. The page is rewritten after every number of learners."""
     from diloco_lab.protocol import carry_out, load_protocol
     from diloco_lab.protocol import page as tables
     from diloco_lab.runner import run_all

@@ -47,7 +47,7 @@ def run_all(
     began = time.monotonic()
     with path.open("a") as out:
         if path.stat().st_size and not path.read_bytes().endswith(b"\n"):
-            out.write("\n")  # a crash has cut the last line off
+            out.write("\n")  # a crash cut off the last line
         for count, line in enumerate(_results(missing, jobs), 1):
             out.write(json.dumps(line) + "\n")
             out.flush()

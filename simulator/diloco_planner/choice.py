@@ -97,9 +97,7 @@ def choose(asked: PlannedRun) -> Choice:
     push_s = asked.params / fragments * BITS[encodings.push] / asked.link.up + asked.link.round_trip_s
     if push_s > max(PATIENCE * every, OVERLAP_STEPS) * asked.step_s:  # a round waits no longer (docs/wan.md)
         every = math.ceil(push_s / (PATIENCE * asked.step_s))
-        why_every = (
-            f"a push takes {push_s:.2g} s, and a round waits for {PATIENCE:g} H steps of {asked.step_s:g} s at most"
-        )
+        why_every = f"a push takes {push_s:.2g} s, and a round waits at most {PATIENCE:g} H steps of {asked.step_s:g} s"
     machines = _machines(asked, encodings, every, fragments)
     enough = max(1, math.ceil(machines.most / LINK_SHARE))
     if asked.shards is None and asked.fragments is None and enough > fragments >= FRAGMENTS:
@@ -143,10 +141,8 @@ def needed_every(params: float, encodings: Encodings, link: Link, step_s: float)
 
 
 def _link_asks(asked: PlannedRun, every: int) -> str:
-    cost = "the loss was 3 % higher at 48" if every <= EVERY_MEASURED else "its price beyond 48 was not measured"
-    return (
-        f"the smallest with which half of the link is enough at {asked.step_s:g} s per step; {cost} (docs/quality.md)"
-    )
+    cost = "the loss was 3 % higher at 48" if every <= EVERY_MEASURED else "the loss beyond 48 was not measured"
+    return f"the smallest for which half of the link is enough at {asked.step_s:g} s per step; {cost} (docs/quality.md)"
 
 
 def _fragments(asked: PlannedRun, every: int) -> int:

@@ -234,7 +234,7 @@ def read(path: Path) -> Described:
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; give a file that docs/planner.md explains") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"{path}: this is no UTF-8 text; give a file that docs/planner.md explains") from None
+        raise ConfigError(f"{path}: this is not UTF-8 text; give a file that docs/planner.md explains") from None
     try:
         tree = tomllib.loads(text)
     except ValueError as error:  # TOMLDecodeError, or a number with thousands of digits

@@ -171,7 +171,7 @@ class PlannedTask:
         return self.least_chips(plan) <= plan.island.chips
 
     def allows(self, way: TrainingMethod) -> bool:
-        """Whether it is in time, and within the budget."""
+        """Whether a way is in time, and within the budget."""
         in_time = self.days is None or way.days <= self.days
         return in_time and (self.budget is None or way.money <= self.budget)
 

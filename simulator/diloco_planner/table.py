@@ -137,7 +137,7 @@ def learner_figures(asked: PlannedRun, choice: Choice) -> list[PlanFigure]:
         PlanFigure("diloco's part, at most", found.peak, "bytes", "the sum", sizes),
         PlanFigure(
             "the training itself", TRAINING_BYTES * found.elements, "bytes",
-            f"{TRAINING_BYTES} bytes per parameter (weights, gradients, AdamW), beside activations", "torch",
+            f"{TRAINING_BYTES} bytes per parameter (weights, gradients, AdamW), without activations", "torch",
         ),
         PlanFigure("pushed for each version", found.pushed, "bytes", "what it owns, encoded", sizes),
         PlanFigure("pulled for each version", found.pulled, "bytes", "what it holds, encoded", sizes),

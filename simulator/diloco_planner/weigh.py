@@ -170,17 +170,17 @@ def _verdict_of(
     """`over`: data-parallel over all links. `apart`: each site alone. None: this way is not possible."""
     some = [way for way in (ours, over, *apart) if way is not None and way.goodput > ALIKE]
     if not some:
-        why = f"each has a goodput of at most {100 * ALIKE:g} %, by its links or its failures"
+        why = f"each has a goodput of at most {100 * ALIKE:g} %, due to its links or its failures"
         return PlanVerdict("no way works", why)
     quick = [way for way in some if task.days is None or way.days <= task.days]
     if not quick:
-        why = f"the fastest needs {_days_of(min(way.days for way in some))}, and {task.days:g} days are there"
+        why = f"the fastest needs {_days_of(min(way.days for way in some))}, and there are {task.days:g} days"
         return PlanVerdict("no way is fast enough", why)
     cheap = [way for way in quick if task.budget is None or way.money <= task.budget]
     if not cheap:
         assert task.budget is not None
         least = _money_of(task, min(quick, key=lambda way: way.money))
-        why = f"the cheapest{' that is in time' if task.days else ''} takes {least}, {task.budget:,.0f} are there"
+        why = f"the cheapest{' that is in time' if task.days else ''} costs {least}; the budget is {task.budget:,.0f}"
         return PlanVerdict("no way is within the budget", why)
     ours = ours if ours in cheap else None
     best = ours or min(cheap, key=lambda way: way.days)
@@ -192,8 +192,8 @@ def _verdict_of(
     if site is not None and all(site.money <= way.money for way in rivals):
         return PlanVerdict(_words_of_one(task, site), _beside(task, site, rivals), site)
     if as_good is not None:
-        beside = f", that of ours {100 * ours.goodput:.1f} %" if ours else ""
-        why = f"its goodput is {100 * as_good.goodput:.1f} %{beside}, and it loses nothing by synchronising rarely"
+        beside = f", ours is {100 * ours.goodput:.1f} %" if ours else ""
+        why = f"its goodput is {100 * as_good.goodput:.1f} %{beside}, and it pays nothing for rare synchronization"
         on = "" if where == "all sites" else f", on {where}"
         return PlanVerdict(f"use data-parallel training instead{on}", why, as_good)
     assert ours is not None
@@ -216,7 +216,7 @@ def _beside(task: PlannedTask, way: TrainingMethod, rivals: Sequence[TrainingMet
     """Days and cost of a way, compared with those of others."""
     days = [_days_of(one.days) for one in (way, *rivals[:1])]
     prices = [_money_of(task, one) for one in (way, *rivals[:1])]
-    return f"it needs {' beside '.join(days)}" + (f", for {' beside '.join(prices)}" if task.described.date else "")
+    return f"it needs {' against '.join(days)}" + (f", for {' against '.join(prices)}" if task.described.date else "")
 
 
 def _is_as_good(over: TrainingMethod, best: TrainingMethod) -> bool:
@@ -260,8 +260,8 @@ def _too_much(task: PlannedTask, base: PlannedRun, choice: Choice) -> str:
     """Why decoupled training is not possible."""
     thinnest = max(dict.fromkeys(plan.site for plan in task.able), key=lambda name: _every_of(task, base, name))
     if _every_of(task, base, thinnest) <= EVERY_MOST:
-        return f"not decoupled, as it would ask for H = {choice.every:,}: {choice.why_every}"
-    return f"not decoupled, as {_link(task, base, thinnest)}, and we propose {EVERY_MOST} at most"
+        return f"not decoupled, as it would need H = {choice.every:,}: {choice.why_every}"
+    return f"not decoupled, as {_link(task, base, thinnest)}, and we propose at most {EVERY_MOST}"
 
 
 def _thin_links(task: PlannedTask, base: PlannedRun, sites: Sequence[str]) -> Iterator[str]:
@@ -272,14 +272,14 @@ def _thin_links(task: PlannedTask, base: PlannedRun, sites: Sequence[str]) -> It
 
 def _link(task: PlannedTask, base: PlannedRun, site: str) -> str:
     link = _asked_of(task, base, task.of([site])).link
-    return f"the link of {site} ({link_words(link)}) would ask for H = {_every_of(task, base, site):,}"
+    return f"the link of {site} ({link_words(link)}) would need H = {_every_of(task, base, site):,}"
 
 
 def _few(lines: Sequence[str]) -> Iterator[str]:
     """The first of many similar lines, and how many more there are."""
     yield from lines[:NAMED]
     if len(lines) > NAMED:
-        yield f"and so for {len(lines) - NAMED:,} more sites"
+        yield f"and the same for {len(lines) - NAMED:,} more sites"
 
 
 def _memory_of(task: PlannedTask) -> Iterator[str]:
@@ -290,7 +290,7 @@ def _memory_of(task: PlannedTask) -> Iterator[str]:
         have, least = plan.island.chips * site.memory, task.least_chips(plan)
         words = f"{site.name}: a learner has {units.size(have)}, the model takes {units.size(task.num_bytes)}"
         if least <= 1:
-            yield f"{words}: one chip holds it, beside activations"
+            yield f"{words}: one chip holds it, with room for activations"
         elif least <= plan.island.chips:
             yield f"{words}: spread it over at least {math.ceil(least):,} chips (FSDP2, docs/islands.md)"
         else:

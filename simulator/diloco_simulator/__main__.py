@@ -94,10 +94,10 @@ def simulate(
         Literal["short", "long", "islands", "companions", "memory", "mirrored", "sick"],
         Parameter(help="short: 3 shards and 5 learners for a few seconds; long: all sizes, for half a minute"),
     ] = "short",
-    seed: Annotated[int, Parameter(metavar="SEED", help="of the first; the others follow")] = 0,
+    seed: Annotated[int, Parameter(metavar="SEED", help="seed of the first; the other seeds follow it")] = 0,
     jobs: Annotated[int, Parameter(metavar="N", help="processes")] = 1,
     replay: Annotated[
-        str | None, Parameter(metavar="FAMILY:SEED", help="run this one alone, and say what it came to")
+        str | None, Parameter(metavar="FAMILY:SEED", help="run only this one, and print its result")
     ] = None,
 ) -> int:
     """Run many schedules, or replay one. Exit code 1 if an invariant was broken."""

@@ -93,7 +93,7 @@ class FollowedRun(ABC):
     learner: Learner
 
     def __init__(self, stage: Stage, process: SimulatedProcess, name: str) -> None:
-        """`name`: for reports of broken promises."""
+        """`name`: used in reports of broken promises."""
         self.stage, self.process, self._name = stage, process, name
         self.is_alive = True
         self._accounts: dict[int, Account] = {}
@@ -123,7 +123,7 @@ class FollowedRun(ABC):
         self.process.loop.call_at(self._handed_over, self._perform, acts)
 
     def stop(self, settle_s: float) -> None:  # noqa: B027
-        """Ends with the process."""
+        """Do nothing: the background ends with the process."""
 
     async def leave(self) -> None:
         """Leave, as the network thread does before it ends."""

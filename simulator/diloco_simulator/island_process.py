@@ -171,7 +171,7 @@ class SimulatedRank(FollowedRun):
     # ------------------------------------------------------------ training, and what must hold
 
     def step(self, all_tokens: int, tokens: int) -> None:
-        """Move every rank's model by what all ranks have trained."""
+        """Move this rank's model by what all ranks have trained, then cross the step boundary and check."""
         self.model.train_on(all_tokens)
         self.learner.step(tokens)
         self._check_refusals()

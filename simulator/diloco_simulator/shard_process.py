@@ -34,7 +34,7 @@ class ShardProcess:
         self.index = index
         self.name = f"shard-{index}"
         self.host: ShardHost | None = None
-        """None until its epoch has begun."""
+        """None until the shard's epoch has begun."""
         self.is_serving = False
         self._cluster = cluster
         self._options = options = cluster.options
@@ -105,7 +105,7 @@ class ShardProcess:
         self.process.start(end(), "drain")
 
     def kill(self, *, power: bool) -> None:
-        """The process, and perhaps its machine, ends at once."""
+        """End the process, and perhaps its machine, at once."""
         self.process.kill()
         if self._disk is not None:
             writes = [job for t in self.process.threads if t.name == "diloco-storage" for job in t.under_way]

@@ -38,9 +38,9 @@ class Fairness:
     def __init__(self, cluster: Processes) -> None:
         self._cluster = cluster
         self._options = cluster.options
-        self._steps = 0  # of honest learners
-        self._opened: Counter[tuple[str, int]] = Counter()  # shard and fragment -> rounds
-        self._epochs: Counter[str] = Counter()  # of shards
+        self._steps = 0  # steps of honest learners
+        self._opened: Counter[tuple[str, int]] = Counter()  # shard and fragment -> number of rounds
+        self._epochs: Counter[str] = Counter()  # shard -> number of epochs
         self._merging: dict[tuple[str, int], tuple[Any, tuple[Contribution, ...]]] = {}
         """Shard and fragment -> values before the merge in progress, and its contributions."""
 

@@ -242,7 +242,7 @@ def rounds_follow_honest_steps(fragment_id: int, rounds: int, at_most: float) ->
 
 
 def nobody_outweighs_a_round(fragment_id: int, weights: Sequence[tuple[str, float]]) -> None:
-    """P10: no contribution weighs more than the median of its round. `weights`: of each learner."""
+    """P10: no contribution weighs more than the median of its round. `weights`: learners and their weights."""
     cap = median_low(weight for _, weight in weights)
     for learner_id, weight in weights:
         if not weight <= cap * (1 + 1e-9):

@@ -105,9 +105,9 @@ class NetworkCall:
         self._network, self._timeline = network, network.timeline
         self._client = client
         self._answer = answer
-        self._came: asyncio.Queue[Any] = asyncio.Queue()  # at the client
+        self._came: asyncio.Queue[Any] = asyncio.Queue()  # items that have reached the client
         self._handlers: list[_CallHandler] = []
-        self._given_up = False  # by the client
+        self._given_up = False  # whether the client has given up
         self._dead = False
         self._arrives_at = {True: 0.0, False: 0.0}
         self._held: dict[bool, list[tuple[Callable[..., None], tuple[Any, ...]]]] = {True: [], False: []}
@@ -158,7 +158,7 @@ class NetworkCall:
     def _accept(self) -> None:
         serving = self._network.apart.get(self.path) or self._network.serving.get(self.path[1])
         if serving is None or not serving[0].alive:
-            self._break_or_not(always=self._network.random.random() < 0.8)  # refused, or the machine is off
+            self._break_or_not(always=self._network.random.random() < 0.8)  # the port is closed, or the machine is off
             return
         process, service = serving
         for copy in range(2 if self.is_twice else 1):
