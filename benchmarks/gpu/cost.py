@@ -5,7 +5,7 @@ both equally. Transfers that are in flight at the end of a turn arrive before th
 
     delayed     seconds of a step on the device's clock, above the median of the steps without a learner
     idle        time on the device's clock from the end of the optimizer's step to the first work of the next forward
-                pass, above the same without a learner: applying versions, and waiting of the device
+                pass, above the same without a learner: the time to apply versions, and to wait for other work
     peak        maximum bytes allocated within a step, above the same before `join`
 """
 

@@ -220,7 +220,7 @@ def ranking(
     for name in names:
         tried = sorted({v for setting in values if isinstance(v := setting[name], (int, float))})
         if len(tried) > 1 and best[name] in (tried[0], tried[-1]):
-            said.append(f"{name} = {best[name]} lies at the edge of the tried values and may be no optimum: widen them")
+            said.append(f"{name} = {best[name]} lies at the edge of the grid, so it may be no optimum: widen the grid")
     return "\n".join([table(rows), *said])
 
 

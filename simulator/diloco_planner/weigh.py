@@ -17,7 +17,7 @@ from diloco_planner.plans import LearnerPlan, Link
 from diloco_planner.proposed import ALIKE, ROOM, PlannedTask, TrainingMethod, alone, decoupled, parallel
 
 LONGER = 2.0
-"""Sites whose links need an H of unmeasured quality are left out, if the rest takes at most this many times as long."""
+"""Sites whose links need an H of unmeasured quality are left out if the rest takes at most this many times as long."""
 SLOWER = 1.1
 """A simpler way is good enough if it takes at most this many times the days and the money."""
 NAMED = 3

@@ -251,7 +251,7 @@ class SimulatedCluster(Processes):
                 invariants.announced_versions_are_there(self._announced, name)
 
     def _learn_name(self, name: invariants.Name, shard: int) -> None:
-        """Note the new name of a version that was renamed (to the shard's epoch) lest it be mistaken for a lost one."""
+        """Note the new name of a version. One that could be mistaken for a lost one gets the shard's epoch."""
         host = self.shards[shard].host
         fragment_id, epoch, version = name
         if host is None or epoch != host.shard.epoch:

@@ -80,7 +80,7 @@ class Trainer:
         self.process.thaw()
 
     async def _hang(self, due: float) -> float:
-        """Wait until the loop no longer hangs. Returns when a step that was due at `due` must end."""
+        """Wait while the loop hangs. Returns the time at which a step that was due at `due` must end."""
         while (hangs_s := self.hung_until - self.stage.timeline.now) > 0:
             due = self.hung_until
             await asyncio.sleep(hangs_s)

@@ -238,7 +238,7 @@ class BoundedInfluence:
     def _judged(
         self, followed: _EpochBounds, compared: Collection[str], learners: int, verdicts: Sequence[Event]
     ) -> None:
-        """Check which learners are left out from now on, and which take part again. `learners`: their number."""
+        """Check who is left out from now on, and who takes part again. `learners`: the number in the round."""
         out = {e.fact.learner_id for e in verdicts if isinstance(e.fact, LearnerLeftOut)}
         back = {e.fact.learner_id for e in verdicts if isinstance(e.fact, LearnerTakesPart)}
         for learner_id in sorted(out | back | set(compared)):
