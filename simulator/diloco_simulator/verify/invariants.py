@@ -100,7 +100,7 @@ def rounds_wait_for_their_quorum(state: FragmentState, closed: Round, quorum: Qu
 
 
 def towards_its_quorum(collecting: Round, quorum: Quorum) -> tuple[int, int]:
-    """How many contributions count, and how many are needed. Left out learners count only if the quorum is "all"."""
+    """How many contributions count, and how many are needed. Those left out count only if the quorum is "all"."""
     left_out = collecting.beside if quorum != "all" else frozenset()
     asked = collecting.asked.keys() - left_out
     return len(collecting.contributions.keys() - left_out), max(1, needed(quorum, len(asked)))
