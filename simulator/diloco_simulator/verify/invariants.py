@@ -137,8 +137,9 @@ def accepted_work_is_merged(
 
 def no_healthy_work_is_cut(fragment_id: int, theta: Tensor, expected: Tensor) -> None:
     """P12: a version, and the outer optimizer's state, are what the published formulas give for its round, up to
-    rounding. Both tensors are (num_elements,), float32 or bfloat16."""
-    rounding, longest = 1e-5 if theta.dtype == torch.float32 else 2.0**-6, float(expected.abs().max())
+    rounding: a cosine from float32 sums is less exact, the shorter one contribution is beside the other. Both tensors
+    are (num_elements,), float32 or bfloat16."""
+    rounding, longest = 1e-4 if theta.dtype == torch.float32 else 2.0**-6, float(expected.abs().max())
     if not torch.allclose(theta, expected, rtol=rounding, atol=rounding * longest):
         words = f"{theta.tolist()}, the formula gives {expected.tolist()}"
         raise Violation("no_healthy_work_is_cut", f"fragment {fragment_id}: {words}")
