@@ -1,11 +1,11 @@
-"""Training on from a trained model: a GPT that has learned Python trains on C++, fully or with an adapter (LoRA).
+"""Going on from a trained model: a GPT that has learnt Python goes on with C++, wholly or with an adapter (LoRA).
 
     PYTHONPATH=benchmarks diloco lab compare benchmarks/continuing/*_full.toml --model continuing:full --seeds 3 \\
         --out benchmarks/results/quality_continuing.jsonl
     ... benchmarks/continuing/*_adapter.toml --model continuing:adapter ...
 
-The text comes from the C++ headers of a Debian machine with g++ (`data.source` in the arms). The trained model is made
-once for each shape, which takes a minute, and kept in the folder for temporary files.
+The text is that of the C++ headers of a Debian machine with g++ (`data.source` of the arms). The trained model is made
+once for each shape, in a minute, and kept in the folder for temporary files.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from diloco_demo.gpt import GPT, build_gpt
 from diloco_lab.tasks import BuiltIn, corpus_of, inner_step
 
 STEPS, BATCH, RATE = 4000, 32, 6e-3
-"""The training on Python: AdamW with a learning rate that falls to zero."""
+"""Of the training on Python: AdamW, a rate that falls to zero."""
 RANK, SCALE = 4, 2.0
-"""The adapter computes W x + SCALE B A x; B and A have rank `RANK`."""
+"""Of the adapter: W x + SCALE B A x."""
 
 
 def full(settings: Settings, non_iid: float) -> BuiltIn:
@@ -39,7 +39,7 @@ def adapter(settings: Settings, non_iid: float) -> BuiltIn:
 
 
 class Continued(BuiltIn):
-    """All parameters are trained."""
+    """All parameters go on."""
 
     def model(self) -> nn.Module:
         model = build_gpt(self.settings.model, seed=0)
@@ -48,7 +48,7 @@ class Continued(BuiltIn):
 
 
 class Adapted(Continued):
-    """The trained values stay as they are. Each matrix of the layers gets a small adapter beside it."""
+    """The trained values stay as they are; each matrix of the layers has a small one beside it."""
 
     def model(self) -> nn.Module:
         model = super().model().requires_grad_(False)
@@ -76,7 +76,7 @@ class LowRank(nn.Module):
 
 
 def _trained(settings: Settings) -> Path:
-    """The file with the values of the model that has learned Python. Trains the model if there is no file yet."""
+    """The values of the model that has learnt Python."""
     shape = settings.model.model_dump_json()
     name = hashlib.sha256(f"{shape} {STEPS} {BATCH} {RATE}".encode()).hexdigest()[:12]
     path = Path(tempfile.gettempdir(), f"diloco-continuing-{name}.pt")

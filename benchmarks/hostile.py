@@ -160,7 +160,7 @@ class Sick(LearnerRig):
         if clock.now < STEPS / 5:
             super()._arrive(rig, header, payload)
             return
-        collecting = rig.shard.owned(header.fragment_id).round
+        collecting = rig.shard.versions.owned(header.fragment_id).round
         there = collecting.contributions if collecting is not None else {}
         awaited = collecting is not None and bool({*collecting.missing} - case.those_sick)
         if case.what in CUNNING and awaited and waited < PATIENCE:

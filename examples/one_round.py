@@ -87,7 +87,7 @@ class OneLearner:
 
     def begin(self) -> None:
         """Get version 0: the first learner brings it, and all pull it."""
-        if not self.shard.shard.owned(0).seeded:
+        if not self.shard.shard.versions.owned(0).seeded:
             payload = encode_payload(self.core.fragments[0].tensors.values(), "float32")
             self.shard.push(self.member, PushHeader(0, 0, EPOCH, 0, 0, 0, payload.header, self.digest), payload)
         self.pull()
@@ -132,7 +132,7 @@ class OneLearner:
     def pull(self) -> None:
         """Move the parameters to the latest version; what was trained since the contribution is added to it."""
         version, payload = self.shard.shard.published(0)
-        merged = self.shard.shard.owned(0).status(self.name).merged_version
+        merged = self.shard.shard.versions.owned(0).status(self.name).merged_version
         self.core.arrived(0, version, EPOCH, decode_version(payload, None)[0], merged)
 
 

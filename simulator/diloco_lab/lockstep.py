@@ -145,7 +145,7 @@ class LearnerRig:
         self.alive = True
         for fragment in manifest.fragments:
             rig = shards[fragment.shard_index]
-            if not rig.shard.owned(fragment.fragment_id).seeded:
+            if not rig.shard.versions.owned(fragment.fragment_id).seeded:
                 payload = encode_payload(core.fragments[fragment.fragment_id].tensors.values(), "float32")
                 self._hand_in(rig, self._header(fragment.fragment_id, 0, 0, 0, 0, payload), payload)
             version, values, _ = self._fetch(rig, fragment.fragment_id)
@@ -242,7 +242,7 @@ class LearnerRig:
 
     def _pull(self, rig: ShardRig, committed: Committed) -> None:
         version, values, num_bytes = self._fetch(rig, committed.fragment_id)
-        merged_version = rig.shard.owned(committed.fragment_id).status(self.learner_id).merged_version
+        merged_version = rig.shard.versions.owned(committed.fragment_id).status(self.learner_id).merged_version
         self._run.outcome.bytes_pulled += num_bytes
 
         @torch.no_grad()

@@ -45,7 +45,7 @@ class LockstepShard:
         answer = self.shard.taking.admit(member, header, self.clock())
         if answer is None:
             try:
-                norms = piece_norms(payload, self.shard.owned(header.fragment_id).fragment.pieces)
+                norms = piece_norms(payload, self.shard.versions.owned(header.fragment_id).fragment.pieces)
             except Refusal as refusal:
                 answer = self.shard.taking.reject(member, header, refusal)
             else:

@@ -407,7 +407,7 @@ class PlannedLearner:
     def _pull(self, fragment_id: int) -> None:
         if fragment_id in self._wanted:
             return
-        state = self.world.shard.owned(fragment_id)
+        state = self.world.shard.versions.owned(fragment_id)
         version, status = state.version, state.status(self.plan.name)
         self._wanted[fragment_id] = version
         took = 8 * self.world.pull_bytes / self.plan.to_shards.down
@@ -425,7 +425,7 @@ class PlannedLearner:
             self._look_now()
         elif what[1] == 0:
             self._look_soon()
-        if self.world.shard.owned(what[0]).version > what[1]:
+        if self.world.shard.versions.owned(what[0]).version > what[1]:
             self._pull(what[0])
 
     def _push(self, contribution: PendingContribution) -> None:

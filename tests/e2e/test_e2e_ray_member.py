@@ -16,7 +16,7 @@ from diloco_common.wire.addresses import Endpoints, Role, read_address
 from diloco_deploy.cluster.roll_call import read_record
 from diloco_deploy.run import ray_up
 from diloco_deploy.run.folder import ClusterFolder, Outputs
-from diloco_deploy.run.ray_member import Look, OnRay, Plan
+from diloco_deploy.run.ray_member import MemberReport, OnRay, Plan
 from processes import TINY, until
 
 HOST = "127.0.0.1"
@@ -52,7 +52,7 @@ def until_up(member: OnRay) -> list[str]:
     """Look after it until it is up. Returns what it said."""
     events: list[str] = []
 
-    def look() -> Look | None:
+    def look() -> MemberReport | None:
         found = member.look()
         events.extend(found.events)
         assert found.over is None, events
@@ -88,13 +88,13 @@ class FakeRay:
         RayActorError=(Unavailable, EOFError), ActorUnavailableError=Unavailable, RayTaskError=OSError
     )
 
-    def __init__(self, *answers: Look | Exception) -> None:
+    def __init__(self, *answers: MemberReport | Exception) -> None:
         self.answers = list(answers)
 
     def wait(self, asked: list[object], **_: object) -> tuple[list[object], list[object]]:
         return asked, []
 
-    def get(self, asked: object) -> Look:
+    def get(self, asked: object) -> MemberReport:
         answer = self.answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
@@ -135,7 +135,7 @@ def test_a_dead_worker_is_lost_and_not_asked_again(looks_after, tmp_path, capsys
 
 
 def test_what_may_pass_is_looked_at_again(looks_after, tmp_path, capsys) -> None:
-    up = Look(HOST, 0, True, None, 0, ())
+    up = MemberReport(HOST, 0, True, None, 0, ())
     looks_after("shard-0", FakeRay(Unavailable(), OSError("stale file"), OSError("stale file"), up, up))
     assert capsys.readouterr().out.count("looking after it failed (stale file)") == 1
     assert state_of("shard-0", tmp_path) == "up"

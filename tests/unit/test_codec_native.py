@@ -16,7 +16,7 @@ from diloco_common.codec.registry import PlainCodec, get_codec
 from diloco_common.errors import BadPayload, NotFinite
 from diloco_common.settings import OuterSettings
 from diloco_common.wire.manifest import Fragment
-from diloco_server.core.arithmetic import Making, Values, step
+from diloco_server.core.arithmetic import Values, VersionRules, step
 from diloco_server.core.outer import make_outer_optimizer
 
 SIZE = 3 * 256 + 77
@@ -334,7 +334,7 @@ def test_versions_are_the_same_bytes_among_equals_and_within_rounding_otherwise(
                 )
                 for k, (scale, steps) in enumerate(((1.0, 24), (1.3, 20), (0.2, 3), (2.7, 24)))
             ]  # fmt: skip
-            step(values, FRAGMENT, contributions, outer_step=number, making=Making(rule, optimizer))
+            step(values, FRAGMENT, contributions, outer_step=number, rules=VersionRules(rule, optimizer))
         return values.theta
 
     by_kernels = version()

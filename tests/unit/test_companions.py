@@ -20,7 +20,7 @@ from diloco_common.observe.logs import Log
 from diloco_common.settings import Settings
 from diloco_common.wire.manifest import TensorSpec, cut
 from diloco_common.wire.messages import Collect, LearnerPolicy
-from diloco_server.core.arithmetic import Making, seed, step
+from diloco_server.core.arithmetic import VersionRules, seed, step
 from diloco_server.core.fragment import FragmentState
 from diloco_server.core.outer import make_outer_optimizer
 from diloco_server.shell.keeper import recover
@@ -308,15 +308,15 @@ class Run:
         self.thetas: list[Tensor] = []
         self.restart(average)
         payload = make_contribution("ann", random_values(SIZE, 1), pieces=FRAGMENT.pieces).payload
-        self.values = seed(payload, self.making.optimizer)
+        self.values = seed(payload, self.rules.optimizer)
         self.save()
 
     def restart(self, average: float) -> None:
         """Go on from the disk, with these settings."""
         self.settings = settings(average)
-        self.making = Making("mean", make_outer_optimizer(self.settings.outer), self.settings.outer.average)
+        self.rules = VersionRules("mean", make_outer_optimizer(self.settings.outer), self.settings.outer.average)
         self.store = open_store(self.disk)
-        if (found := recover(self.store, self.settings, lambda fragment: self.making, Log("test"))) is not None:
+        if (found := recover(self.store, self.settings, lambda fragment: self.rules, Log("test"))) is not None:
             self.values = found[1][0].values
 
     def save(self) -> None:
@@ -327,7 +327,7 @@ class Run:
             self.version += 1
             gradient = 0.01 * random_values(SIZE, 1000 if self.one_way else 1000 + self.version)
             merged = make_contribution("ann", gradient, pieces=FRAGMENT.pieces)
-            step(self.values, FRAGMENT, [merged], outer_step=self.version, making=self.making)
+            step(self.values, FRAGMENT, [merged], outer_step=self.version, rules=self.rules)
             self.thetas.append(self.values.theta.double())
             self.save()
         return self

@@ -27,7 +27,7 @@ from diloco_server.core.influence import (
     TWICE,
     Direction,
     Influence,
-    Told,
+    LearnerStatistics,
     directions,
 )
 from diloco_server.core.ledger import LearnerLeftOut, LearnerTakesPart
@@ -304,9 +304,11 @@ def test_who_points_with_the_others_may_be_longer_than_who_points_nowhere(cosine
 
 
 def test_where_the_others_do_not_agree_nobody_is_left_out() -> None:
-    told = Told(deque(maxlen=TOLD), deque([Direction(-0.3, 0.0)] * TOLD, maxlen=TOLD))
+    told = LearnerStatistics(deque(maxlen=TOLD), deque([Direction(-0.3, 0.0)] * TOLD, maxlen=TOLD))
     assert not told.points_away(OPPOSED)
-    assert Told(told.kept, deque([Direction(-0.3, -0.3)] * TOLD, maxlen=TOLD)).points_away(OPPOSED) is False
+    assert (
+        LearnerStatistics(told.kept, deque([Direction(-0.3, -0.3)] * TOLD, maxlen=TOLD)).points_away(OPPOSED) is False
+    )
     assert math.isclose(told.mean_cosine or 0, -0.3)
 
 

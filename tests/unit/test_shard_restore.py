@@ -21,7 +21,7 @@ from diloco_common.observe.logs import Log
 from diloco_common.settings import Settings
 from diloco_common.wire.manifest import Fragment, model_digest
 from diloco_common.wire.messages import Collect, Committed, Held, Outcome, PushAnswer, Stop
-from diloco_server.core.arithmetic import Making, Values
+from diloco_server.core.arithmetic import Values, VersionRules
 from diloco_server.core.fragment import Restored
 from diloco_server.core.ledger import VersionsLost
 from diloco_server.core.outer import make_outer_optimizer
@@ -346,9 +346,9 @@ class Heard(Log):
         self.errors.append(facts)
 
 
-def made_by(settings: Settings) -> Callable[[Fragment], Making]:
+def made_by(settings: Settings) -> Callable[[Fragment], VersionRules]:
     """How versions are made, of all fragments alike."""
-    return lambda fragment: Making("mean", make_outer_optimizer(settings.outer))
+    return lambda fragment: VersionRules("mean", make_outer_optimizer(settings.outer))
 
 
 @pytest.fixture

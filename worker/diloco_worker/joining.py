@@ -170,7 +170,9 @@ def join(
     process_id = f"{time.time_ns():016x}{world.random.getrandbits(32):08x}"
     caller = Caller(run, who.name, process_id, 0 if group is None else group.rank, world.clock())
     name, shows = (
-        (f"{who.name}/{caller.rank}", Shows()) if caller.rank else (who.name, Shows(http, address_file, history))
+        (f"{who.name}/{caller.rank}", LearnerOutputs())
+        if caller.rank
+        else (who.name, LearnerOutputs(http, address_file, history))
     )
     telemetry = _telemetry(caller, name, world, shows, who.credentials)
     _say_what_it_takes(replica, chosen, telemetry, residuals)
@@ -197,7 +199,7 @@ def join(
 
 
 @dataclass(frozen=True)
-class Who:
+class JoiningLearner:
     """Which learner joins, where it joins, and how it proves its identity."""
 
     run: str
@@ -225,7 +227,7 @@ class Who:
 
 
 @dataclass(frozen=True)
-class Shows:
+class LearnerOutputs:
     """Where the learner publishes its state. In an island, only the leader logs, records and serves, for all ranks."""
 
     http: str | None = None
@@ -241,7 +243,7 @@ class Shows:
 def _who(
     shards: str | Sequence[str], run: str, learner_id: str, tls: str | Path | None, token: str | Path | None,
     state: Mapping[str, Any] | None, site: str,
-) -> Who:  # fmt: skip
+) -> JoiningLearner:  # fmt: skip
     """Raises the errors that `join` raises for these arguments."""
     addresses = addresses_of(shards)
     check_name("run", run)
@@ -255,7 +257,7 @@ def _who(
     check_may_join(run, name)
     if not wanted:
         close_earlier(run, name)
-    return Who(run, name, addresses, folder, token, credentials, saved, site)
+    return JoiningLearner(run, name, addresses, folder, token, credentials, saved, site)
 
 
 def digest_of(
@@ -312,7 +314,9 @@ def _listen(log: Literal["stderr"] | None) -> None:
         logs.keep_quiet()
 
 
-def _telemetry(caller: Caller, name: str, world: World, shows: Shows, credentials: Credentials) -> LearnerTelemetry:
+def _telemetry(
+    caller: Caller, name: str, world: World, shows: LearnerOutputs, credentials: Credentials
+) -> LearnerTelemetry:
     recorded = None
     if shows.history:
         with _written(f"history={str(shows.history)!r}: {{}}; give a folder that can be written"):

@@ -44,7 +44,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Look:
+class MemberReport:
     host: str
     life: int
     is_up: bool
@@ -71,7 +71,7 @@ class OnRay:
         self._exit_code = 0
         self._start()
 
-    def look(self) -> Look:
+    def look(self) -> MemberReport:
         """Check the process, and restart it if that is due."""
         now, events = time.monotonic(), []
         for exit in self._supervisor.look(now):
@@ -88,7 +88,7 @@ class OnRay:
             write_json(self._files.run / f"{self._plan.name}.json", asdict(found))
             self._is_known = True  # set only now, since the write may fail
             events.append(f"{self._plan.name} is up on {self._host}")
-        return Look(self._host, self._life, found is not None, self._over, self._exit_code, tuple(events))
+        return MemberReport(self._host, self._life, found is not None, self._over, self._exit_code, tuple(events))
 
     def stop(self, grace_s: float) -> bool:
         """Ask the process to end. Returns whether it did within `grace_s` seconds."""

@@ -28,7 +28,7 @@ from diloco_deploy.cluster.model import Cluster
 from diloco_deploy.cluster.roll_call import ClusterRecord, MemberRecord, addresses_in
 from diloco_deploy.run.folder import ClusterFolder, Outputs, anchored
 from diloco_deploy.run.placement import settle
-from diloco_deploy.run.ray_member import Look, OnRay, Plan, shard_files
+from diloco_deploy.run.ray_member import MemberReport, OnRay, Plan, shard_files
 from diloco_deploy.run.supervisor import Action, Interrupts
 from diloco_deploy.run.up import check_cluster
 from diloco_deploy.trust.authority import make_authority, open_authority
@@ -69,7 +69,7 @@ class _RayRun:
         self._actors: dict[str, Any] = {}
         self._asked: dict[Any, str] = {}  # pending call of `look` -> member
         self._next_look: dict[str, float] = {}
-        self._looks: dict[str, Look] = {}
+        self._looks: dict[str, MemberReport] = {}
         self._heard_of: set[str] = set()  # members that answered since the workers ended
         self._failed: dict[str, str] = {}  # member whose last look failed -> why
         self._say_at = 0.0
@@ -198,10 +198,10 @@ class _RayRun:
             self._note(name, "lost")
             raise DilocoError(f"{name}: its actor died and will not be restarted, so part of the model is unavailable")
         _say(f"{name}: its actor died and will not be restarted")
-        self._looks[name] = Look("", 0, False, Action.LOST, 0, ())
+        self._looks[name] = MemberReport("", 0, False, Action.LOST, 0, ())
         self._note(name, "lost")
 
-    def _heard(self, name: str, found: Look) -> None:
+    def _heard(self, name: str, found: MemberReport) -> None:
         before = self._looks.get(name)
         if before is not None and before.life != found.life:
             _say(f"{name}: its node or its actor died; Ray has recreated it on {found.host} (life {found.life})")
@@ -214,7 +214,7 @@ class _RayRun:
         if found.over is Action.FAIL and name.startswith("shard"):
             raise DilocoError(f"{name} failed with exit code {found.exit_code}, so a part of the model is unavailable")
 
-    def _note(self, name: str, process: str, found: Look | None = None) -> None:
+    def _note(self, name: str, process: str, found: MemberReport | None = None) -> None:
         """Record a member's state for `diloco status`, if it changed."""
         before = self._record.members.get(name)
         life, why = (0, "") if found is None else (found.life, found.events[-1] if found.events else "")

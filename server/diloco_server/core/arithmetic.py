@@ -30,7 +30,9 @@ from diloco_server.core.round import Contribution
 
 
 @dataclass(frozen=True, slots=True)
-class Making:
+class VersionRules:
+    """How the versions of a fragment are made: the merge rule and the outer optimizer."""
+
     rule: str | MergeRule
     optimizer: OuterOptimizer
     average: float = 0.0
@@ -96,25 +98,25 @@ def step(
     contributions: Sequence[Contribution],
     *,
     outer_step: int,
-    making: Making,
+    rules: VersionRules,
 ) -> None:
     """Merge a closed round and take one outer step in place. Buffers (`is_whole`) are merged as whole values."""
     if fragment.traits.is_whole:
         for bounds, merged_values in pool(contributions, fragment.pieces):
             values.theta[bounds] = merged_values
         return
-    if not making.average:
+    if not rules.average:
         values.average = None
     elif values.average is None:
         values.average = memory.empty(values.theta.numel(), torch.bfloat16).zero_()
-    optimizer = making.optimizer_of(contributions)
-    for merged in merge(contributions, fragment.pieces, making.rule):
+    optimizer = rules.optimizer_of(contributions)
+    for merged in merge(contributions, fragment.pieces, rules.rule):
         part = merged.bounds
         theta = values.theta[part]
         away = None if values.average is None else theta + values.average[part]
         optimizer.step_merged(theta, merged, [b[part] for b in values.buffers], outer_step)
         if values.average is not None and away is not None:
-            away.sub_(theta).mul_(_kept(making.average, outer_step)).clamp_(-BFLOAT16_MAX, BFLOAT16_MAX)
+            away.sub_(theta).mul_(_kept(rules.average, outer_step)).clamp_(-BFLOAT16_MAX, BFLOAT16_MAX)
             values.average[part] = _round_by_turns(away, merged.start, outer_step)
 
 

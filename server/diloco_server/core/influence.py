@@ -156,7 +156,7 @@ TOLD = 24
 
 
 @dataclass
-class Told:
+class LearnerStatistics:
     """Statistics of a learner's last contributions to the model, over all fragments."""
 
     kept: deque[float] = field(default_factory=lambda: deque(maxlen=TOLD))
@@ -203,7 +203,7 @@ class Influence:
 
     strangers: bool = False
     left_out: set[str] = field(default_factory=set)
-    _told: dict[str, Told] = field(default_factory=dict)
+    _told: dict[str, LearnerStatistics] = field(default_factory=dict)
     _own: dict[int, dict[str, LengthLimit]] = field(default_factory=dict)
     """Fragment -> learner -> the length that counted of its last contribution."""
 
@@ -290,8 +290,8 @@ class Influence:
         for own in self._own.values():
             own.pop(learner_id, None)
 
-    def told(self, learner_id: str) -> Told:
-        return self._told.get(learner_id) or Told()
+    def told(self, learner_id: str) -> LearnerStatistics:
+        return self._told.get(learner_id) or LearnerStatistics()
 
     def hear(
         self, taken: Collection[Contribution], directions: Mapping[str, Direction]
@@ -304,7 +304,7 @@ class Influence:
         longest = max((length for i, length in counted.items() if i not in self.left_out), default=0.0)
         said = {i: d for i, d in directions.items() if i in self.left_out or counted[i] >= LITTLE * longest}
         for c in taken:
-            told = self._told.setdefault(c.learner_id, Told())
+            told = self._told.setdefault(c.learner_id, LearnerStatistics())
             told.kept.append(c.kept)
             if c.learner_id in said:
                 told.directions.append(said[c.learner_id])

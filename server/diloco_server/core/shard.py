@@ -238,13 +238,9 @@ class Shard:
     def pulse(self) -> Pulse:
         return Pulse(self.tokens_merged, self.settings.run.tokens, len(self.membership.live()))
 
-    def owned(self, fragment_id: int) -> FragmentState:
-        """The state of a fragment that this shard owns. Raises UnknownFragment."""
-        return self.versions.owned(fragment_id)
-
     def published(self, fragment_id: int) -> tuple[int, Payload]:
         """The latest announced version and its values. Raises UnknownFragment or NotSeeded."""
-        state = self.owned(fragment_id)
+        state = self.versions.owned(fragment_id)
         if state.published is None:
             raise NotSeeded(f"fragment {fragment_id} has no version yet; wait for Committed")
         return state.version, state.published.values
@@ -255,7 +251,7 @@ class Shard:
         It is kept until the learner's ranks name another one or its lease ends, unless too many are kept. Raises
         UnknownFragment, NotSeeded or VersionGone.
         """
-        state = self.owned(fragment_id)
+        state = self.versions.owned(fragment_id)
         if state.published is None:
             raise NotSeeded(f"fragment {fragment_id} has no version yet; wait for Committed")
         held = state.named(want)
@@ -272,7 +268,7 @@ class Shard:
     def change_since(self, fragment_id: int, have: VersionId | None) -> Payload | None:
         """The change from the previous version to the latest; None if the caller has another version. Raises
         UnknownFragment."""
-        state = self.owned(fragment_id)
+        state = self.versions.owned(fragment_id)
         if state.published is None or have is None or have != state.before:
             return None
         return state.published.change
@@ -309,7 +305,7 @@ class Shard:
 
         It describes the version as it was announced, so every rank gets the same header. Raises UnknownFragment.
         """
-        record = record or self.owned(fragment_id).record
+        record = record or self.versions.owned(fragment_id).record
         status = status_of(record, learner_id)
         return PullHeader(
             fragment_id=fragment_id,

@@ -17,7 +17,7 @@ from diloco_common.ports import Clock
 from diloco_common.wire.manifest import Fragment
 from diloco_common.wire.messages import Directive
 from diloco_server.core import arithmetic
-from diloco_server.core.arithmetic import Making, Published, Values
+from diloco_server.core.arithmetic import Published, Values, VersionRules
 from diloco_server.core.effects import Effect, MergeRound, SeedFragment, Tell, TellAll
 from diloco_server.core.fragment import FragmentState
 from diloco_server.core.influence import Direction, directions
@@ -74,10 +74,10 @@ class EffectDriver:
     def __init__(self, shard: Shard, shell: Shell, witness: Witness) -> None:
         outer = shard.settings.outer
         self.rules = find_rules(shard.settings)
-        self._of_model = Making(
+        self._of_model = VersionRules(
             self.rules.merge, make_outer_optimizer(outer, self.rules.outer), outer.average, outer.momentum == "auto"
         )
-        self._as_merged = Making("mean", TakeMean(outer))
+        self._as_merged = VersionRules("mean", TakeMean(outer))
         self._shard, self._shell, self._witness = shard, shell, witness
         self._sync = shard.settings.sync
         self.is_mirrored: Callable[[], bool] = lambda: False
@@ -85,7 +85,7 @@ class EffectDriver:
         self.tell_readers: Callable[[Directive], None] = lambda directive: None
         """Receives every directive that goes to all learners."""
 
-    def making(self, fragment: Fragment) -> Making:
+    def rules_of(self, fragment: Fragment) -> VersionRules:
         """How to make versions of this fragment. The settings apply to the model; other kinds have their own rules."""
         return self._of_model if fragment.traits.is_of_model else self._as_merged
 
@@ -112,10 +112,10 @@ class EffectDriver:
 
     async def _seed(self, effect: SeedFragment) -> None:
         fragment = self._shard.fragments[effect.fragment_id].fragment
-        making = self.making(fragment)
+        rules = self.rules_of(fragment)
 
         def work() -> tuple[Values, Published]:
-            values = arithmetic.seed(effect.payload, making.optimizer)
+            values = arithmetic.seed(effect.payload, rules.optimizer)
             return values, self._publish(values, fragment)
 
         try:
@@ -132,15 +132,15 @@ class EffectDriver:
         state = self._shard.fragments[effect.fragment_id]
         values, before, stopwatch = state.values, state.published, self._shell.stopwatch
         assert values is not None
-        making = self.making(state.fragment)
-        if making.rule == "auto":
-            making = replace(making, rule=self._shard.versions.merge_rule())
+        rules = self.rules_of(state.fragment)
+        if rules.rule == "auto":
+            rules = replace(rules, rule=self._shard.versions.merge_rule())
 
         def work() -> tuple[Published, dict[str, Direction], float]:
             began = stopwatch()
             arithmetic.step(
                 values, state.fragment, (*effect.contributions, *effect.beside),
-                outer_step=effect.version, making=making,
+                outer_step=effect.version, rules=rules,
             )  # fmt: skip
             found: dict[str, Direction] = {}
             if state.fragment.traits.is_of_model:

@@ -96,7 +96,7 @@ class ShardHost:
     async def recover(self) -> None:
         """Restore the stored versions. Call it before serving. Raises DataError and OSError."""
         self._recovering, began = True, self.stopwatch()
-        work = partial(recover, self.store, self.settings, self.driver.making, self.log)
+        work = partial(recover, self.store, self.settings, self.driver.rules_of, self.log)
         recovered = await asyncio.get_running_loop().run_in_executor(self.work.thread, work)
         self._recovering = False
         if recovered is None:
@@ -292,7 +292,7 @@ class ShardHost:
 
     def norms_of(self, header: PushHeader) -> PieceNorms:
         """The norms of an admitted push. Pass its chunks to `inspect` as they arrive."""
-        pieces = self.shard.owned(header.fragment_id).fragment.pieces
+        pieces = self.shard.versions.owned(header.fragment_id).fragment.pieces
         return PieceNorms(header.payload, len(pieces), places_of(header.ranges, pieces))
 
     def inspect(self, norms: PieceNorms, chunk: Chunk) -> None:

@@ -25,7 +25,7 @@ from diloco_common.settings import Settings
 from diloco_common.wire.calls import LONGEST_S, SAY_EVERY_S
 from diloco_common.wire.manifest import Fragment, Manifest, model_digest
 from diloco_server.core import arithmetic
-from diloco_server.core.arithmetic import Making, Values
+from diloco_server.core.arithmetic import Values, VersionRules
 from diloco_server.core.fragment import Restored
 from diloco_server.core.outer import OuterOptimizer
 from diloco_server.storage.folders import RegularCheckpoints
@@ -208,7 +208,7 @@ class Checkpointer:
 
 
 def recover(
-    store: Store, settings: Settings, making: Callable[[Fragment], Making], log: Log
+    store: Store, settings: Settings, rules_of: Callable[[Fragment], VersionRules], log: Log
 ) -> tuple[Manifest, list[Restored]] | None:
     """The manifest and the versions to continue from; None if there are none. May take seconds.
 
@@ -232,7 +232,7 @@ def recover(
         )
     fragments = {f.fragment_id: f for f in recovered.manifest.fragments}
     restored = [
-        _restored(found, settings, fragment, making(fragment).optimizer)
+        _restored(found, settings, fragment, rules_of(fragment).optimizer)
         for found in recovered.versions
         for fragment in [fragments[found.stored.record.fragment_id]]
     ]

@@ -52,7 +52,7 @@ MAY_COME_S = CALL_S - SETTLE_S
 
 class Pulls:
     def __init__(self, host: ShardHost) -> None:
-        self._host, self._shard = host, host.shard
+        self._host, self._shard, self._versions = host, host.shard, host.shard.versions
         self._of_learners, self._of_hosts = Places[object](TRANSFERS_AT_ONCE), Places[object](TRANSFERS_AT_ONCE)
         self._of_ranks = Ranks("pulls", max(TRANSFERS_AT_ONCE, host.settings.shard.max_pushes // 2))
         self._takers = Takers()
@@ -170,7 +170,7 @@ class Pulls:
         if request.want is not None:
             holder = caller.learner_id if caller.generation else ""
             record, published = self._shard.named(request.fragment_id, VersionId(*request.want), holder)
-            if record is not self._shard.owned(request.fragment_id).record:
+            if record is not self._versions.owned(request.fragment_id).record:
                 return (
                     self._shard.pull_header(caller.learner_id, request.fragment_id, record),
                     None,
@@ -185,7 +185,7 @@ class Pulls:
         """In a mirror: wait for a version that its shard may have just announced."""
         if (follower := self._host.follower) is None or request.want is None:
             return
-        state, want = self._shard.owned(request.fragment_id), VersionId(*request.want)
+        state, want = self._versions.owned(request.fragment_id), VersionId(*request.want)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(MAY_COME_S):
                 await self._host.work.until(
@@ -203,7 +203,7 @@ class Pulls:
 
     async def _open_file(self, fragment_id: int, want: VersionId) -> tuple[PullHeader, OldFile]:
         """Open the file of a version, and make its header. Raises UnknownFragment and VersionGone."""
-        state, file = self._shard.owned(fragment_id), None
+        state, file = self._versions.owned(fragment_id), None
         if want.epoch in (self._shard.epoch, state.epoch):
             with contextlib.suppress(OSError):
                 file = await self._host.keeper.read(partial(self._host.store.open, fragment_id, want.version))
@@ -217,18 +217,18 @@ class Pulls:
 
     async def _encoded(self, caller: Identity, fragment_id: int, encoding: str) -> tuple[PullHeader, Payload]:
         """The latest version, or the average, in another encoding for one caller. Raises Draining, and NoAverage."""
-        if encoding == AVERAGE and not self._host.driver.making(self._shard.owned(fragment_id).fragment).average:
+        if encoding == AVERAGE and not self._host.driver.rules_of(self._versions.owned(fragment_id).fragment).average:
             raise NoAverage(
                 "the run keeps no average of its versions: set outer.average on all shards (0.97, for example), and "
                 "start them again"
             )
-        await self._host.work.until(lambda: self._host.work.closed or not self._shard.owned(fragment_id).computing)
+        await self._host.work.until(lambda: self._host.work.closed or not self._versions.owned(fragment_id).computing)
         header = self._shard.pull_header(caller.learner_id, fragment_id)  # describes the values that are read next
         return header, await self._encode(fragment_id, encoding)
 
     async def _encode(self, fragment_id: int, encoding: str) -> Payload:
         """Encode the current values. Later changes wait behind this on the compute thread. Raises Draining."""
-        values = self._shard.owned(fragment_id).values
+        values = self._versions.owned(fragment_id).values
         if values is None:  # a mirror has only the encoded version
             published = self._shard.published(fragment_id)[1]
             return await self._host.work.compute(
@@ -242,7 +242,7 @@ class Pulls:
         """The announcement, with the mirror's address and the hashes of the bytes, if the version was hashed."""
         if not isinstance(directive, Committed):
             return directive
-        state = self._shard.owned(directive.fragment_id)
+        state = self._versions.owned(directive.fragment_id)
         names = None if state.published is None else state.published.sha256
         if names is None or state.version_id != (directive.epoch, directive.version):
             return directive  # a mirror joined later, or there is a newer version

@@ -86,7 +86,7 @@ class Mirror:
 
     async def take(self, committed: Committed) -> None:
         """Pull an announced version: if possible as the change since the version that it has, otherwise as values."""
-        host, state = self._host, self._shard.owned(committed.fragment_id)
+        host, state = self._host, self._shard.versions.owned(committed.fragment_id)
         assert self._follower.answer is not None
         encodings = pull_encodings(state.fragment.encoding(self._follower.answer.policy.pull_encoding))
         before = state.published

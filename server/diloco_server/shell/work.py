@@ -141,7 +141,7 @@ class VersionWork:
 
     def copied(self, fragment_id: int, version: int) -> None:
         """A standby has this version."""
-        self.readers.copied(fragment_id, version, self._shard.owned(fragment_id).version)
+        self.readers.copied(fragment_id, version, self._shard.versions.owned(fragment_id).version)
         self.moved()
 
     def close(self) -> None:

@@ -48,7 +48,7 @@ class Caller:
         return replace(self.identity, generation=lease.generation, epoch=lease.epoch)
 
 
-class ToPull:
+class PullTargets:
     """The version of each fragment to pull from one shard: the one that it announced last."""
 
     is_by_name = False
@@ -91,7 +91,7 @@ class ToPull:
             del self.now[fragment_id]
 
 
-class AsTold(ToPull):
+class AgreedPullTargets(PullTargets):
     """For all ranks but the leader: pull each version that the ranks have agreed on, once."""
 
     is_by_name = True
@@ -110,7 +110,7 @@ class AsTold(ToPull):
         return Gone(fragment_id, *version)
 
 
-class AndTell(AsTold):
+class LeaderPullTargets(AgreedPullTargets):
     """For the leader: it pulls at once, so that the shard holds the version for the other ranks, and tells them.
 
     Only one version per fragment is in progress, until all ranks have decided on it.
@@ -179,10 +179,10 @@ class AndTell(AsTold):
 class ConnectionState:
     """What one learner knows about one shard."""
 
-    def __init__(self, caller: Caller, address: str, to_pull: ToPull | None = None) -> None:
+    def __init__(self, caller: Caller, address: str, to_pull: PullTargets | None = None) -> None:
         self.caller = caller
         self.address = address
-        self.to_pull = to_pull or ToPull()
+        self.to_pull = to_pull or PullTargets()
         self.lease = NO_LEASE
         """The latest lease, until it is over."""
         self.joined: Joined | None = None

@@ -23,7 +23,7 @@ from diloco_worker.core.momentum import Companion
 from diloco_worker.core.parameters import Parameters
 from diloco_worker.core.parts import ALONE, LocalFragment, Seat
 from diloco_worker.core.shared_set import SharedSet, embeddings_and_heads
-from diloco_worker.core.undone import Laid
+from diloco_worker.core.undone import VersionWatch
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NONE: Mapping[str, Companion] = MappingProxyType({})
@@ -66,7 +66,7 @@ class Replica:
         self.of_kind: dict[Kind, Parameters | Buffers] = {"momentum": momenta, "buffer": chosen.buffers}
         """Kind -> the tensors of its fragments."""
         self.hold(self._holding.tensors)
-        self.laid = Laid(lambda name: self.parameters.theta(name))
+        self.laid = VersionWatch(lambda name: self.parameters.theta(name))
         self.ties = tuple(Tie(key, of) for key, of in chosen.saved())[:TIES_MAX]
         """Where the model's state_dict differs from what is shared."""
         self.device = next(p.device for p in (*self._holding.tensors.values(), *parameters.values()) if p.numel())

@@ -50,7 +50,7 @@ class Watched(NamedTuple):
     """Whether the numbers have arrived on the CPU."""
 
 
-class Laid:
+class VersionWatch:
     """Watches whether versions stay in the parameters of one model. Owned by the training thread."""
 
     def __init__(self, theta: Callable[[str], Tensor]) -> None:

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from diloco_common.errors import IslandBroken
 from diloco_common.wire.messages import Pulse
-from diloco_worker.core.connection import AndTell, AsTold, ToPull
+from diloco_worker.core.connection import AgreedPullTargets, LeaderPullTargets, PullTargets
 from diloco_worker.core.council_log import CouncilLog, Turn, tokens_of
 from diloco_worker.core.events import Arrived, Event, EventQueue, Failed
 from diloco_worker.core.fragment import PendingContribution
@@ -61,9 +61,9 @@ class Council:
     def __init__(self) -> None:
         self.inbox = Inbox()
 
-    def to_pull(self) -> ToPull:
+    def to_pull(self) -> PullTargets:
         """Decides which versions this process pulls from a shard."""
-        return ToPull()
+        return PullTargets()
 
     # ------------------------------------------------------------ at a step boundary
 
@@ -146,8 +146,8 @@ class IslandCouncil(Council):
         self._tokens: int | None = None
         self._has_asked_stop = self._has_asked_leave = False
 
-    def to_pull(self) -> ToPull:
-        return AsTold() if self._rank else AndTell()
+    def to_pull(self) -> PullTargets:
+        return AgreedPullTargets() if self._rank else LeaderPullTargets()
 
     def hear(self) -> Turn:
         """Read what all ranks posted at the previous boundary."""
