@@ -6,7 +6,7 @@
 
 Whole runs in lockstep (`words.py`): the production cores in virtual time. No healthy learner is refused or left out.
 Cuts change the loss by less than 0.2 % on average and 1 % in any cluster, and no learner is cut by more than half in
-more than two consecutive contributions to a fragment.
+more than three consecutive contributions to a fragment.
 """
 
 from __future__ import annotations

@@ -82,13 +82,9 @@ class LocalRun:
     """The shards and workers of one `diloco up`. Everything here runs on the main thread."""
 
     def __init__(
-        self,
-        settings: Settings,
-        files: ClusterFolder,
-        programs: Programs,
-        supervisor: Supervisor,
+        self, settings: Settings, files: ClusterFolder, programs: Programs, supervisor: Supervisor,
         interrupts: Interrupts,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._settings, self._files = settings, files
         self._supervisor, self._interrupts = supervisor, interrupts
         self._started_at = time.monotonic()
