@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -223,6 +224,16 @@ def test_no_modules_import_each_other_in_a_circle(repository):
     while leaves := {module for module, needed in left.items() if not needed}:
         left = {module: needed - leaves for module, needed in left.items() if module not in leaves}
     assert not left, f"these, or some of them, import each other: {sorted(left)}"
+
+
+def test_a_class_name_has_one_meaning(repository):
+    """With or without an underscore. The callbacks of two libraries mean the same in both."""
+    found = Counter(
+        node.name.lstrip("_")
+        for path, module in modules(repository) if not module.startswith("diloco_protos")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.ClassDef)
+    )  # fmt: skip
+    assert [name for name, count in found.items() if count > 1] == ["DilocoCallback"]
 
 
 CLUSTER = {"diloco_server.core", "diloco_server.storage", "diloco_demo", "diloco_worker.progress_lr"}

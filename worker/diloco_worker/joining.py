@@ -1,4 +1,8 @@
-"""`join`: makes a learner with wall clock, real randomness, threads, gRPC, files and HTTP."""
+"""`join`: makes a learner with wall clock, real randomness, threads, gRPC, files and HTTP.
+
+Its arguments stay flat: a loop names the few that it needs, the callbacks for Hugging Face and Lightning pass them on,
+and a mistyped one is refused with the nearest name (`shell/arguments.py`).
+"""
 
 from __future__ import annotations
 
