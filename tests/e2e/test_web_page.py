@@ -72,7 +72,7 @@ def test_words_and_rounds_are_there_for_the_keyboard(url, browser):
     with browser.visit(url) as visit:
         visit.sees("#learners tbody", "ann")
         visit.page.focus("[data-word='fragment']")
-        visit.sees("#tip", "A piece of the model that is synchronized on its own.")
+        visit.sees("#tip", "A part of the model that is synchronized on its own.")
         visit.page.keyboard.press("Escape")
         assert visit.page.is_hidden("#tip")
         visit.page.focus("#picture")
