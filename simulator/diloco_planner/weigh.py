@@ -174,7 +174,7 @@ def _verdict_of(
         return PlanVerdict("no way works", why)
     quick = [way for way in some if task.days is None or way.days <= task.days]
     if not quick:
-        why = f"the fastest needs {_days_of(min(way.days for way in some))}, and there are {task.days:g} days"
+        why = f"the fastest needs {_days_of(min(way.days for way in some))}; the limit is {task.days:g} days"
         return PlanVerdict("no way is fast enough", why)
     cheap = [way for way in quick if task.budget is None or way.money <= task.budget]
     if not cheap:

@@ -251,7 +251,7 @@ class SimulatedCluster(Processes):
                 invariants.announced_versions_are_there(self._announced, name)
 
     def _learn_name(self, name: invariants.Name, shard: int) -> None:
-        """Note the new name of a version. One that could be mistaken for a lost one gets the shard's epoch."""
+        """Note the new name of a version. It has the shard's epoch if the version could be mistaken for a lost one."""
         host = self.shards[shard].host
         fragment_id, epoch, version = name
         if host is None or epoch != host.shard.epoch:

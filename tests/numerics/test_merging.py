@@ -82,6 +82,13 @@ def test_every_rule_is_its_formula(rule: str, count: int, weights: str, liar: fl
     torch.testing.assert_close(result / scale, by_formula / scale, rtol=near, atol=near / 10)
 
 
+@pytest.mark.parametrize(("rule", "by_hand"), [("mean", 3.5), ("agreement", 0.52 * 3.5), ("rda", 5 / 2**0.5)])
+def test_the_formulas_give_what_a_hand_computes(rule: str, by_hand: float) -> None:
+    """(3, 4) and (4, 3): lengths 5, cosine 0.96."""
+    vectors = [torch.tensor(v, dtype=torch.float64) for v in ([3.0, 4.0], [4.0, 3.0])]
+    assert FORMULAS[rule](vectors, [0.5, 0.5]).tolist() == pytest.approx([by_hand, by_hand])
+
+
 @pytest.mark.parametrize("liar", [1.0, 1e-3, -500.0])
 def test_centered_clipping_from_the_examples_is_its_formula(liar: float) -> None:
     vectors = [*randoms(4), liar * random_values(SIZE, 99)]

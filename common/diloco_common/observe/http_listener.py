@@ -120,7 +120,7 @@ class HttpListener:
             server_header=False,
             proxy_headers=False,
             timeout_graceful_shutdown=1,
-            backlog=1,  # asyncio accepts this many at once; without free files it retries each in a busy loop
+            backlog=1,  # asyncio accepts about so many at once; without free files, each failure tries again by itself
             ssl_context_factory=None if door is None else lambda *_: door.context(),
         )
         self._server = uvicorn.Server(config)

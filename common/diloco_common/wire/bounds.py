@@ -1,10 +1,11 @@
 """The limits of numbers, texts and lists that a caller sends.
 
-The values of `messages.py` have the limit of each field in its annotation. `by_name.py` checks it on both sides, before
-the message becomes a value. Fields without a limit are flags, messages, enums, the bytes of a chunk, or the text of a
-refusal, which is cut (`errors.plain`). Values within the limits fit everything that stores them later: int64, JSON, the
-12 digits in file names, and float64 without loss. Counters that add them up stop at their own limit, below that of the
-wire. The shard's core makes checks that no limit can express, such as whether a learner can have trained so much.
+The values of `messages.py`, and `Tie` and `PayloadHeader`, have the limit of each field in its annotation. `by_name.py`
+checks it on both sides, before the message becomes a value; `manifest.py` checks tensors. Fields without a limit are
+flags, messages, enums, the bytes of a chunk, or the text of a refusal, which is cut (`errors.plain`). Values within the
+limits fit everything that stores them later: int64, JSON, the 12 digits in file names, and float64 without loss.
+Counters that add them up stop at their own limit, below that of the wire. The shard's core makes checks that no limit
+can express, such as whether a learner can have trained so much.
 
 `has_at_most` and `size_of` look at the bytes of a message before it is parsed: a parser makes an object for every
 entry, even one of two bytes, and 4 MiB of message would become 100 MiB before anybody could refuse it. The encoding:

@@ -136,7 +136,7 @@ def limits_of(kind: type) -> Mapping[str, FieldLimit]:
         for field, one in [(name, hint)] if pair is None else zip(pair, get_args(hint), strict=True):
             while get_origin(one) in (Annotated, tuple):
                 if get_origin(one) is Annotated:
-                    found[field] = one.__metadata__[0]
+                    found[field] = one.__metadata__[-1]
                 one, field = get_args(one)[0], field if get_origin(one) is Annotated else f"{field}[]"
     return found
 

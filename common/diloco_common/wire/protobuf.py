@@ -1,7 +1,7 @@
 """Converts the messages of diloco.v1 between bytes and plain values.
 
-This is the only place that does so. Both sides refuse bytes that are not a message, and values beyond the limits of
-`bounds.py`, as BadRequest. Most messages are converted by field names (`by_name.py`). Tensors (there are many), frames
+This is the only place that does so. Both sides refuse bytes that are not a message, and values beyond their
+limits, as BadRequest. Most messages are converted by field names (`by_name.py`). Tensors (there are many), frames
 of chunks, and the kinds of a directive are converted by hand.
 """
 

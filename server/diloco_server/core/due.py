@@ -135,6 +135,9 @@ class SyncInterval:
 
 NEVER = TOKENS_MERGED_MAX
 """More steps or tokens than any learner reaches."""
+ASKS_AT_ONCE = 1 << 16
+"""Maximum number of requests of one tick. A restored shard may owe a million (1,024 fragments, 1,000 learners), which
+would keep the event loop for longer than a lease."""
 READY = 0.75
 """Share of the interval that a learner must have trained to be asked, unless it leaves or the budget ends. Learners
 that are up to a third slower are in every round."""
@@ -173,7 +176,8 @@ class DueFragments:
     def among(self, live: Sequence[Member], merging: Sequence[Member], quorum: Quorum) -> list[int]:
         """The fragments that are due, in order: a quorum of the `merging` learners has taken enough steps.
 
-        Empty if nothing has changed. All learners passed in have reported.
+        Empty if nothing has changed; at most as many as `ASKS_AT_ONCE` allows, and the rest at the next call. All
+        learners passed in have reported.
         """
         # Whether a fragment is due depends on these, not on the time.
         found = (
@@ -194,7 +198,11 @@ class DueFragments:
         leaving = {p for m in live for p in m.progress.last_rounds or ()}
         fragments = self._versions.fragments
         of_leavers = [p for p in leaving & self._rows.keys() if self._is_due(fragments[p], merging, quorum)]
-        return sorted([*(self._due_for_all(merging, quorum) - leaving), *of_leavers])
+        due = sorted([*(self._due_for_all(merging, quorum) - leaving), *of_leavers])
+        at_once = max(1, ASKS_AT_ONCE // max(1, len(live)))
+        if len(due) > at_once:
+            self._found = None
+        return due[:at_once]
 
     def asked(self, due: Sequence[int], live: Sequence[Member]) -> list[list[bool]]:
         """Which learners the rounds of these fragments ask: by fragment, then by learner. `live`: as given to `among`.

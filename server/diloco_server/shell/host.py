@@ -1,4 +1,4 @@
-"""The host of one core `Shard`. It is the shard's only caller, and decides when the shard ticks.
+"""The host of one core `Shard`. It reports calls to the shard, and decides when the shard ticks.
 
 The core runs in the event loop. `Service` checks calls, `EffectDriver` turns effects into versions, and `VersionWork`
 has the thread and the disk for that.

@@ -1,6 +1,6 @@
 """Answers a shard's calls as plain values: checks callers, limits them, and receives bytes.
 
-Transports deliver calls (`servicer.py` for gRPC). The host decides and changes state; this file does neither.
+Transports deliver calls (`servicer.py` for gRPC). Only the host changes the shard's state.
 """
 
 from __future__ import annotations

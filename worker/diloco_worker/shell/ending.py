@@ -245,9 +245,9 @@ class Ending:
         if self._boundary.is_leave_asked:
             figures = self._boundary.figures()
             share = 1 - figures.tokens_unmerged / before if before else 1.0
-            merged = (
-                f"{share:.0%} of its unmerged work is merged, but not {missing}" if missing else "all of it is merged"
-            )
+            merged = f"{share:.0%} of the work that it still had is merged, but not {missing}"
+            if not missing:
+                merged = "all of it is merged"
             learner_id = self._telemetry.caller.learner_id
             raise as_exit(f"{learner_id} has left the run after {figures.inner_step} steps; {merged}")
         return not missing
