@@ -346,3 +346,12 @@ def test_it_gets_another_one_where_its_work_is_refused_and_not_for_ever() -> Non
         rig.now += 1.0
         rig.report("b", last_rounds=FRAGMENT_0)
     assert rig.state.round is None
+
+
+def test_it_gets_another_one_where_it_lost_its_lease_before_it_contributed() -> None:
+    rig = leaving("a", "b")
+    rig.join("b")
+    assert rig.contribute("a", 2, tokens=3 * TOKENS, steps=3).outcome is Outcome.ACCEPTED
+    assert rig.state.version == 2
+    rig.report("b", last_rounds=FRAGMENT_0)
+    assert rig.state.round.missing == ["b"]

@@ -53,20 +53,22 @@ class Rounds:
     def lose(self, member: Member, code: str) -> None:
         """End a generation: drop its contributions to open rounds, and stop waiting for it."""
         self._lose_parts(member)
-        for collecting in self._asked(member):
+        for fragment_id, collecting in self._asked(member).items():
             was_missing = member.learner_id in collecting.awaited
             fenced = collecting.lose(member.learner_id, self.patience.quorum(collecting))
             if fenced is not None:
                 member.missed["FENCED"] += 1
-                member.lost_last(fenced.fragment_id)
                 self.taking.drop(fenced)
             elif was_missing:
                 member.missed[code] += 1
+            else:
+                continue
+            member.lost_last(fragment_id)  # if it is leaving, and joins again, this work needs a round again
 
     def leave(self, member: Member) -> None:
         """A learner left: its contributions to open rounds count, and no round waits for it."""
         self._lose_parts(member)
-        for collecting in self._asked(member):
+        for collecting in self._asked(member).values():
             if member.learner_id in collecting.contributions:
                 continue
             if member.learner_id in collecting.awaited:
@@ -81,14 +83,14 @@ class Rounds:
                 state.drop_unwanted()
             state.drop_half_seed(member.learner_id)
 
-    def _asked(self, member: Member) -> list[Round]:
-        """The open rounds that asked this generation. Also drops its step counts: the next one may count from 0."""
-        rounds = []
-        for state in self._versions.fragments.values():
+    def _asked(self, member: Member) -> dict[int, Round]:
+        """Fragment -> its open round, if that asked this generation. Drops step counts: the next may count from 0."""
+        rounds = {}
+        for fragment_id, state in self._versions.fragments.items():
             state.base_steps.pop(member.learner_id, None)
             state.base_tokens.pop(member.learner_id, None)
             if state.round is not None and state.round.asked.get(member.learner_id) == member.generation:
-                rounds.append(state.round)
+                rounds[fragment_id] = state.round
         return rounds
 
     # ------------------------------------------------------------ time
