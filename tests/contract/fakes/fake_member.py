@@ -31,7 +31,7 @@ class Member:
         self.status = status
         self.answered = threading.Semaphore(0)
         self.terminated = threading.Event()
-        signal.signal(signal.SIGTERM, lambda *_: self.terminated.set())
+        signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=self.terminated.set).start())  # it may be locked
         member = self
 
         class Handler(BaseHTTPRequestHandler):
