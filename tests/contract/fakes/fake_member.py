@@ -31,7 +31,8 @@ class Member:
         self.status = status
         self.answered = threading.Semaphore(0)
         self.terminated = threading.Event()
-        signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=self.terminated.set).start())  # it may be locked
+        # In a thread of its own: the main thread may hold the lock of the event.
+        signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=self.terminated.set).start())
         member = self
 
         class Handler(BaseHTTPRequestHandler):
