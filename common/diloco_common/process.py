@@ -6,8 +6,8 @@ with grpcio 1.85 on loopback, 1 MiB messages). An mmap threshold of 1 GiB gains 
 times as large.
 
 `diloco up` starts `python -m diloco_common.process PARENT_PID MODULE ARGUMENTS...`. On Linux the kernel sends SIGTERM
-to this process when the parent dies. On every system a thread checks the parent each second: it too sends SIGTERM, and
-kills the process after `END_S`.
+to this process when the parent dies. On every system, a thread also checks the parent each second: when the parent is
+gone, it sends SIGTERM, and kills the process after `END_S`.
 """
 
 from __future__ import annotations

@@ -189,7 +189,7 @@ def paired_gap(arm: Sequence[float], base: Sequence[float]) -> Gap:
 
 
 def gap(arm: Arm, base: Arm, seeds: Sequence[int], lines: Mapping[str, Line]) -> Gap | None:
-    """The paired gap over the seeds with which neither arm diverged. None: there are no such seeds."""
+    """The paired gap over the seeds for which neither arm diverged. None: there is no such seed."""
     pairs = [(lines[arm.key(s)]["result"], lines[base.key(s)]["result"]) for s in seeds]
     whole = [(a["loss"], b["loss"]) for a, b in pairs if not a["diverged"] and not b["diverged"]]
     return paired_gap([a for a, _ in whole], [b for _, b in whole]) if whole else None

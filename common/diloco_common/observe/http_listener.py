@@ -24,8 +24,8 @@ from diloco_common.trust.files import TlsFiles, proof_of
 from diloco_common.trust.identity import Proof, Scope
 from diloco_common.wire.addresses import bind_socket, bound_address
 
-BACKLOG = 128
-"""Connections that the kernel keeps until they are accepted."""
+BACKLOG = 2048
+"""Connections that the kernel keeps until they are accepted: the default of uvicorn."""
 LOOKERS = (Scope.OBSERVER, Scope.ADMIN)
 """Scopes that may see metrics and status of every process of their run."""
 
@@ -120,7 +120,7 @@ class HttpListener:
             server_header=False,
             proxy_headers=False,
             timeout_graceful_shutdown=1,
-            backlog=1,  # asyncio accepts about so many at once; without free files, each failure tries again by itself
+            backlog=1,  # asyncio accepts about this many at once, and without free files it retries each one
             ssl_context_factory=None if door is None else lambda *_: door.context(),
         )
         self._server = uvicorn.Server(config)

@@ -212,7 +212,7 @@ class _RayRun:
         ended = {Action.ENDED: "ended", Action.FAIL: "lost", Action.LOST: "lost"}
         self._note(name, "up" if found.is_up else ended[found.over] if found.over else "starting", found)
         if found.over is Action.FAIL and name.startswith("shard"):
-            raise DilocoError(f"{name} failed with exit code {found.exit_code}, so a part of the model is unavailable")
+            raise DilocoError(f"{name} failed with exit code {found.exit_code}, so part of the model is unavailable")
 
     def _note(self, name: str, process: str, found: MemberReport | None = None) -> None:
         """Record a member's state for `diloco status`, if it changed."""

@@ -63,7 +63,7 @@ class Rounds:
                 member.missed[code] += 1
             else:
                 continue
-            member.lost_last(fragment_id)  # if it is leaving, and joins again, this work needs a round again
+            member.lost_last(fragment_id)  # a leaving learner that joins again needs another round for this work
 
     def leave(self, member: Member) -> None:
         """A learner left: its contributions to open rounds count, and no round waits for it."""

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from diloco_common.codec import Payload, decode_payload
 from diloco_common.wire.manifest import Fragment
 from diloco_server.core.influence import APART, ERRORS, FALLS, FEW, LITTLE, OPPOSED, RISES, TOLD, TWICE
 from diloco_server.core.ledger import Event, LearnerJoined, LearnerLeftOut, LearnerTakesPart
@@ -24,6 +23,7 @@ from diloco_server.core.round import Contribution, LengthLimit, Round
 from diloco_server.core.shard import Shard
 from diloco_simulator.processes import Processes
 from diloco_simulator.verify import invariants
+from diloco_simulator.verify.published import decoded
 from diloco_simulator.world.stage import PATTERN, part_of
 
 SPARE_ROUNDS = 3
@@ -283,7 +283,4 @@ def _second(contributions: Collection[Contribution], steps: int) -> float:
 
 def _along(contribution: Contribution, fragment: Fragment) -> float:
     """The cosine between a contribution and what any learner trains."""
-    assert isinstance(contribution.payload, Payload)
-    values = torch.empty(fragment.num_elements)
-    decode_payload(contribution.payload, values)
-    return float(torch.cosine_similarity(values, -part_of(PATTERN, fragment), dim=0))
+    return float(torch.cosine_similarity(decoded(contribution), -part_of(PATTERN, fragment).double(), dim=0))
