@@ -26,8 +26,17 @@ from diloco_common.errors import (
 from diloco_common.ports import Unavailable
 from diloco_common.wire.calls import FIRST_S, LONG_S, SETTLE_S, backoff_s
 from diloco_common.wire.manifest import cut
-from diloco_common.wire.messages import Collect, Committed, Directive, LearnerPolicy, Progress, PullHeader, Pulse
-from diloco_worker.core.connection import STAYS_S, Dialing, Redial
+from diloco_common.wire.messages import (
+    Collect,
+    Committed,
+    Directive,
+    FragmentStatus,
+    LearnerPolicy,
+    Progress,
+    PullHeader,
+    Pulse,
+)
+from diloco_worker.core.connection import STAYS_S, ConnectionState, Dialing, Redial
 from diloco_worker.core.events import Failed, Joined, ModelCut, StepEnded
 from diloco_worker.core.learner import LearnerCore
 from diloco_worker.core.replica import Replica
@@ -135,6 +144,17 @@ async def test_what_a_shard_says_of_the_fragments_of_others_is_not_heard(directi
         await until_async(lambda: not connection.is_up, "its end")
         assert connection.state.to_pull.now == {}
         assert {type(event) for event in context.inbox.unread()} == {Joined}
+
+
+def test_a_shard_that_lacks_a_learners_values_lacks_them_whatever_it_announced_before() -> None:
+    """The learner would keep its values, and the shard wait for them, as its schedule sick:87 showed."""
+    state = ConnectionState(Parts().context().caller, "shard:1")
+    lacking = joined(EPOCH, POLICY, fragments=[FragmentStatus(0, False, 0, 0, EPOCH)])
+    for _ in range(2):
+        state.take_lease(lacking)
+        assert state.unseeded == {0}
+        state.announced(0, (EPOCH, 0))
+        assert not state.unseeded
 
 
 async def test_a_learner_that_waits_for_values_says_why_none_come() -> None:

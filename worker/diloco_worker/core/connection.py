@@ -190,6 +190,8 @@ class ConnectionState:
         self.pulse = Pulse(0, 0)
         self.owned: frozenset[int] = frozenset()
         """Fragments that the shard has named as its own. It may speak of no others."""
+        self.unseeded: set[int] = set()
+        """Fragments of which the shard had no version for this learner at its Join, and has announced none since."""
 
     @property
     def epoch(self) -> int:
@@ -241,8 +243,15 @@ class ConnectionState:
         self.joined = joined
         self.lease = Lease(joined.epoch, joined.generation)
         self.owned = frozenset(status.fragment_id for status in joined.fragments)
+        self.unseeded = {status.fragment_id for status in joined.fragments if not status.seeded}
         self.pulse = joined.pulse
         return is_another
+
+    def announced(self, fragment_id: int, version: Name) -> None:
+        """Raises BadRequest."""
+        self.check_owned(fragment_id)
+        self.unseeded.discard(fragment_id)
+        self.to_pull.announced(fragment_id, version)
 
     def lost_lease(self) -> None:
         self.lease = NO_LEASE

@@ -318,8 +318,7 @@ class Connection:
                 self.state.check_owned(directive.fragment_id)
                 self._c.inbox.put(Asked(directive, self.state.epoch))
             case Committed():
-                self.state.check_owned(directive.fragment_id)
-                self.state.to_pull.announced(directive.fragment_id, (directive.epoch, directive.version))
+                self.state.announced(directive.fragment_id, (directive.epoch, directive.version))
                 self.puller.near[directive.fragment_id] = directive.near
                 self.puller.wake()
             case Pulse():

@@ -149,7 +149,7 @@ class Pusher:
         assert task is not None
         self._on_hold.discard(task)
         async with self._seeding:
-            if act.fragment_id in self._state.to_pull.now:  # another learner has seeded it
+            if act.fragment_id not in self._state.unseeded:  # another learner has seeded it
                 return
             try:
                 payload = await self._c.codec.encode_seed(act.values)
