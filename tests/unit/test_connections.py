@@ -26,16 +26,7 @@ from diloco_common.errors import (
 from diloco_common.ports import Unavailable
 from diloco_common.wire.calls import FIRST_S, LONG_S, SETTLE_S, backoff_s
 from diloco_common.wire.manifest import cut
-from diloco_common.wire.messages import (
-    Collect,
-    Committed,
-    Directive,
-    FragmentStatus,
-    LearnerPolicy,
-    Progress,
-    PullHeader,
-    Pulse,
-)
+from diloco_common.wire.messages import Collect, Committed, Directive, LearnerPolicy, Progress, PullHeader, Pulse
 from diloco_worker.core.connection import STAYS_S, ConnectionState, Dialing, Redial
 from diloco_worker.core.events import Failed, Joined, ModelCut, StepEnded
 from diloco_worker.core.learner import LearnerCore
@@ -61,9 +52,8 @@ def test_an_act_that_fails_is_told_and_the_others_are_performed() -> None:
 
     context.codec.own = fails  # type: ignore[method-assign,assignment]
     connections = Connections([], Progress(0, 0), context)
-    ended = StepEnded(Progress(1, 8), 8, 0.5, 0.001)
 
-    connections.perform([ModelCut(NO_MANIFEST, {}), ended])
+    connections.perform([ModelCut(NO_MANIFEST, {}), StepEnded(Progress(1, 8), 8, 0.5, 0.001)])
 
     failed = context.inbox.pop()
     assert isinstance(failed, Failed)
@@ -112,6 +102,12 @@ class Shard:
         pass
 
 
+def cut_a_model(connections: Connections) -> None:
+    replica = Replica(nn.Linear(2, 2, bias=False))
+    core = LearnerCore(replica, cut(replica.specs, 1, 1), POLICY)
+    connections.perform([ModelCut(core.manifest, {0: core.fragments[0].tensors})])
+
+
 @asynccontextmanager
 async def connected(**shards: Any) -> AsyncIterator[tuple[Connections, ConnectionContext]]:
     context = replace(Parts(encodes_at_once=True).context(), dial=shards.__getitem__)
@@ -127,9 +123,7 @@ async def connected(**shards: Any) -> AsyncIterator[tuple[Connections, Connectio
 async def test_a_learner_whose_pulls_fail_for_good_is_told() -> None:
     """It would train on alone for ever, and hear nothing."""
     async with connected(shard=Shard(Committed(0, 1, EPOCH))) as (connections, context):
-        replica = Replica(nn.Linear(2, 2, bias=False))
-        core = LearnerCore(replica, cut(replica.specs, 1, 1), POLICY)
-        connections.perform([ModelCut(core.manifest, {0: core.fragments[0].tensors})])
+        cut_a_model(connections)
         while not isinstance(event := await until_async(context.inbox.pop, "the end"), Failed):
             assert isinstance(event, Joined)
         assert "no room for a version" in str(event.error)
@@ -147,11 +141,11 @@ async def test_what_a_shard_says_of_the_fragments_of_others_is_not_heard(directi
 
 
 def test_a_shard_that_lacks_a_learners_values_lacks_them_whatever_it_announced_before() -> None:
-    """The learner would keep its values, and the shard wait for them, as its schedule sick:87 showed."""
+    """The learner would keep its values, and the shard wait for them forever (schedule sick:87)."""
     state = ConnectionState(Parts().context().caller, "shard:1")
-    lacking = joined(EPOCH, POLICY, fragments=[FragmentStatus(0, False, 0, 0, EPOCH)])
+    answer = joined(EPOCH, POLICY)
     for _ in range(2):
-        state.take_lease(lacking)
+        state.take_lease(replace(answer, fragments=(replace(answer.fragments[0], seeded=False),)))
         assert state.unseeded == {0}
         state.announced(0, (EPOCH, 0))
         assert not state.unseeded
@@ -160,9 +154,7 @@ def test_a_shard_that_lacks_a_learners_values_lacks_them_whatever_it_announced_b
 async def test_a_learner_that_waits_for_values_says_why_none_come() -> None:
     shard = Shard(Committed(0, 1, EPOCH), pull_fails=Unavailable("deadline exceeded"))
     async with connected(shard=shard) as (connections, _):
-        replica = Replica(nn.Linear(2, 2, bias=False))
-        core = LearnerCore(replica, cut(replica.specs, 1, 1), POLICY)
-        connections.perform([ModelCut(core.manifest, {0: core.fragments[0].tensors})])
+        cut_a_model(connections)
         await until_async(lambda: connections.objections, "a pull that fails")
         assert connections.objections == "pulls from shard fail: deadline exceeded"
 
@@ -190,16 +182,23 @@ async def test_a_shard_hears_which_of_the_others_its_learner_does_not_reach() ->
     assert away.for_s >= 0
 
 
+def joining(*tries: tuple[float, DilocoError | None]) -> Redial:
+    """Attempts to join at these times, which fail or (None) do not; what becomes of the last one."""
+    dialing = Dialing()
+    for now, error in tries:
+        dialing.begin(now, has_lease=False)
+        if error is None:
+            dialing.is_up()
+        redial = dialing.ended(error, now, 0.0)
+    return redial
+
+
 @pytest.mark.parametrize(("after_s", "ends"), [(LONG_S - 0.1, False), (LONG_S, True)])
 def test_a_learner_that_is_revoked_while_it_trains_ends_unless_it_gets_another_certificate(
     after_s: float, ends: bool
 ) -> None:
-    dialing = Dialing()
-    dialing.is_up()
-    for now in (0.0, after_s):
-        dialing.begin(now, has_lease=False)
-        redial = dialing.ended(Revoked("its certificate was revoked"), now, 0.0)
-    assert redial.is_objection is ends
+    revoked = Revoked("its certificate was revoked")
+    assert joining((0.0, None), (0.0, revoked), (after_s, revoked)).is_objection is ends
 
 
 @pytest.mark.parametrize(
@@ -243,19 +242,17 @@ def test_a_connection_that_ended_is_dialed_again_and_joined_where_the_lease_is_o
 
 
 @pytest.mark.parametrize(
-    ("errors", "waits"),
+    ("errors", "lasting_s", "waits"),
     [
-        ((CUT,) * 4, 3),  # each wait is longer than the one before
-        ((CUT, CUT, CUT, LEASE_OVER), 0),  # the shard answers: no need to wait for it
+        ((CUT, CUT, CUT, LEASE_OVER), 0.0, 0),  # the shard answers: no need to wait for it
+        ((CUT,) * 4, SETTLE_S - 1, 3),  # each wait is longer than the one before
+        ((CUT,) * 4, SETTLE_S + 1, 0),
     ],
 )
-def test_waits_grow_until_the_shard_answers_that_the_lease_is_over(errors: tuple[DilocoError, ...], waits: int) -> None:
-    assert attempts(*errors).after_s == backoff_s(waits, 0.0)
-
-
-@pytest.mark.parametrize(("lasting_s", "waits"), [(SETTLE_S - 1, 3), (SETTLE_S + 1, 0)])
-def test_a_connection_that_held_is_dialed_again_without_the_waits_before_it(lasting_s: float, waits: int) -> None:
-    assert attempts(CUT, CUT, CUT, CUT, lasting_s=lasting_s).after_s == backoff_s(waits, 0.0)
+def test_waits_grow_until_the_shard_answers_or_a_connection_has_held(
+    errors: tuple[DilocoError, ...], lasting_s: float, waits: int
+) -> None:
+    assert attempts(*errors, lasting_s=lasting_s).after_s == backoff_s(waits, 0.0)
 
 
 SUPERSEDED, OTHER_MODEL = Superseded("another process is cat now"), ManifestMismatch("cut in another way")
@@ -288,7 +285,7 @@ FOREIGN, HOST, EXPIRED = ForeignCertificate("of another"), WrongHost("no such na
 
 
 @pytest.mark.parametrize(
-    ("failures", "ends"),
+    ("tries", "ends"),
     [
         ([(0.0, FOREIGN)], False),
         ([(0.0, FOREIGN), (STAYS_S - 0.1, FOREIGN)], False),
@@ -297,28 +294,12 @@ FOREIGN, HOST, EXPIRED = ForeignCertificate("of another"), WrongHost("no such na
         ([(0.0, HOST), (STAYS_S, FOREIGN)], False),
         ([(0.0, EXPIRED), (100.0, EXPIRED)], False),
         ([(0.0, CUT), (100.0, CUT)], False),
+        ([(0.0, None), (1.0, HOST), (10.0, HOST), (100.0, HOST)], False),
     ],
-    ids=["once", "not for long", "it stays", "another in between", "two causes", "it may be renewed", "the network"],
+    ids=["once", "not for long", "it stays", "another between", "two causes", "renewable", "the network", "it was up"],
 )
 def test_what_waiting_does_not_mend_is_an_objection_once_it_has_stayed(
-    failures: list[tuple[float, DilocoError]], ends: bool
+    tries: list[tuple[float, DilocoError | None]], ends: bool
 ) -> None:
-    dialing = Dialing()
-    *earlier, last = failures
-    for now, error in earlier:
-        dialing.begin(now, has_lease=False)
-        dialing.ended(error, now, 0.0)
-    dialing.begin(last[0], has_lease=False)
-    redial = dialing.ended(last[1], last[0], 0.0)
-    assert (redial.is_objection, redial.why) == (ends, str(last[1]))
-
-
-@pytest.mark.parametrize("error", [FOREIGN, HOST])
-def test_a_learner_that_was_up_goes_on_whatever_becomes_of_its_certificate(error: DilocoError) -> None:
-    dialing = Dialing()
-    dialing.is_up()
-    for now in (0.0, 10.0, 100.0):
-        dialing.begin(now, has_lease=False)
-        redial = dialing.ended(error, now, 0.0)
-        assert str(error) in redial.why
-        assert not redial.is_objection
+    redial = joining(*tries)
+    assert (redial.is_objection, redial.why) == (ends, str(tries[-1][1]))
