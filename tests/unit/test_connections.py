@@ -140,8 +140,8 @@ async def test_what_a_shard_says_of_the_fragments_of_others_is_not_heard(directi
         assert {type(event) for event in context.inbox.unread()} == {Joined}
 
 
-def test_a_shard_that_lacks_a_learners_values_lacks_them_whatever_it_announced_before() -> None:
-    """The learner would keep its values, and the shard wait for them forever (schedule sick:87)."""
+def test_a_new_lease_says_anew_which_fragments_have_no_version() -> None:
+    """The learner would send no seed, and the shard wait for it forever (schedule sick:87)."""
     state = ConnectionState(Parts().context().caller, "shard:1")
     answer = joined(EPOCH, POLICY)
     for _ in range(2):

@@ -191,7 +191,8 @@ class ConnectionState:
         self.owned: frozenset[int] = frozenset()
         """Fragments that the shard has named as its own. It may speak of no others."""
         self.unseeded: set[int] = set()
-        """Fragments of which the shard had no version for this learner at its Join, and has announced none since."""
+        """Fragments that the shard wants from this learner: at the last Join it had no version for it, and it has
+        announced none since. Only the leader of an island hears announcements."""
 
     @property
     def epoch(self) -> int:
@@ -248,7 +249,7 @@ class ConnectionState:
         return is_another
 
     def announced(self, fragment_id: int, version: Name) -> None:
-        """Raises BadRequest."""
+        """The shard has this version for the learner. Raises BadRequest if the fragment is not the shard's."""
         self.check_owned(fragment_id)
         self.unseeded.discard(fragment_id)
         self.to_pull.announced(fragment_id, version)

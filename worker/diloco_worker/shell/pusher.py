@@ -61,7 +61,8 @@ class Pusher:
 
     def seed(self, act: OfferSeed) -> None:
         """Offer the values of version 0 in the background; the first writer wins."""
-        task = self._start(self._push_seed(act, self._state.lease), f"seed {act.fragment_id}")
+        known = self._c.codec.tokens_merged(act.fragment_id)  # now: a version that is pulled meanwhile has other values
+        task = self._start(self._push_seed(act, known, self._state.lease), f"seed {act.fragment_id}")
         if act.hold_s:
             self._on_hold.add(task)
             task.add_done_callback(self._on_hold.discard)
@@ -143,13 +144,14 @@ class Pusher:
 
     # ------------------------------------------------------------ seeds
 
-    async def _push_seed(self, act: OfferSeed, lease: Lease) -> None:
+    async def _push_seed(self, act: OfferSeed, known: int, lease: Lease) -> None:
+        """`known`: tokens merged into the values."""
         await asyncio.sleep(act.hold_s)
         task = asyncio.current_task()
         assert task is not None
         self._on_hold.discard(task)
         async with self._seeding:
-            if act.fragment_id not in self._state.unseeded:  # another learner has seeded it
+            if act.fragment_id not in self._state.unseeded:  # another learner has seeded it since
                 return
             try:
                 payload = await self._c.codec.encode_seed(act.values)
@@ -157,7 +159,6 @@ class Pusher:
                 refusal = NotFinite(f"this model cannot seed fragment {act.fragment_id}: {error}")
                 self._c.inbox.put(Failed(refusal))
                 return
-            known = self._c.codec.tokens_merged(act.fragment_id)
             header = PushHeader(
                 act.fragment_id, 0, lease.epoch, 0, 0, 0, payload.header, self._manifest_digest, known,
                 **self._part(act.fragment_id),
