@@ -51,7 +51,7 @@ def dumb(shard: Shard, state: FragmentState, sync_every: int, quorum: int) -> li
     fragment_id = state.fragment.fragment_id
     live = [m for m in shard.membership.live() if m.first_step is not None]
     there = [m for m in live if m.takes_part(fragment_id)]
-    never = state.rounds_opened == 0 and state.version == 0
+    never = state.last_request.round == 0
     steps = first_interval(fragment_id, len(shard.fragments), sync_every) if never else sync_every
     wanted = any(m.wants_last(fragment_id) for m in there)
     busy = [m for m in there if not m.is_idle]

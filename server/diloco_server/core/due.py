@@ -5,9 +5,9 @@ per learner. An absolute clock would stop with the fastest learner; with no cloc
 1, which ruins learning. Fragments other than the model are due after a multiple of these steps (`Traits.every`). A
 fragment is also due, out of turn, when a learner leaves that has trained since it last contributed to it.
 
-The first time, a fragment is due after ceil((t + 1) * H / P) steps, where t is its turn (`manifest.turn`). That spreads
-the fragments evenly over H and keeps the traffic flat: with P = H = 24 one is due per step; with P = 1 the first round
-comes after H steps, as in DiLoCo.
+The first time since the shard started, a fragment is due after ceil((t + 1) * H / P) steps, where t is its turn
+(`manifest.turn`). That spreads the fragments evenly over H and keeps the traffic flat: with P = H = 24 one is due per
+step; with P = 1 the first round comes after H steps, as in DiLoCo.
 
 All learners report constantly. So a table of fragments by learners holds the inner step from which each learner counts,
 and one tensor operation compares all of them. A leaving learner takes part only in some rounds, checked one by one.
@@ -289,7 +289,7 @@ class DueFragments:
         versions, fragment = self._versions, state.fragment
         assert versions.manifest is not None
         steps = self._every.steps_for(fragment)
-        if state.rounds_opened or state.version:
+        if state.last_request.round:
             return steps
         number, total = versions.manifest.place(fragment)
         return first_interval(number, total, steps)

@@ -91,8 +91,7 @@ class FragmentState:
     seen_lost: int = 0
     """The latest version after the recovered one that any learner has proved that it holds."""
     last_request: RoundRequest = field(default_factory=lambda: RoundRequest(0, {}), repr=False)
-    """The request of this epoch's last round, open or not."""
-    rounds_opened: int = 0
+    """The request of this epoch's last round, open or not; of round 0: it has had none."""
     base_steps: dict[str, int] = field(default_factory=dict)
     """Learner -> the inner step it had reported when the last round opened."""
     base_tokens: dict[str, int] = field(default_factory=dict)
@@ -181,7 +180,6 @@ class FragmentState:
             self.version + 1, now, generations, beside=left_out if len(left_out) < len(asked) else frozenset()
         )
         self.last_request = RoundRequest(self.collected.round, _expected(asked, patience_s, now))
-        self.rounds_opened += 1
         self.base_steps = dict(steps)
         self.base_tokens |= {m.learner_id: m.reported.tokens for m in asked}
         self._enter(Phase.COLLECTING)
