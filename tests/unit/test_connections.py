@@ -63,8 +63,7 @@ def test_an_act_that_fails_is_told_and_the_others_are_performed() -> None:
 
 
 class Shard:
-    """A shard, and a control stream of it that says these directives and keeps the reports it gets. Pulling fails on
-    the learner's side."""
+    """A shard whose control stream says these directives and keeps the reports it gets. Pulls from it fail."""
 
     def __init__(self, *directives: Directive, is_there: bool = True, pull_fails: Exception | None = None) -> None:
         self.is_there = is_there
@@ -183,7 +182,7 @@ async def test_a_shard_hears_which_of_the_others_its_learner_does_not_reach() ->
 
 
 def joining(*tries: tuple[float, DilocoError | None]) -> Redial:
-    """Attempts to join at these times, which fail or (None) do not; what becomes of the last one."""
+    """Try to join at these times: each try fails with its error, or succeeds (None). Returns what follows the last."""
     dialing = Dialing()
     for now, error in tries:
         dialing.begin(now, has_lease=False)
@@ -210,8 +209,7 @@ def test_the_wait_grows_to_a_bound_and_half_of_it_is_chance(attempt: int, jitter
     assert backoff_s(attempt, jitter) == pytest.approx(seconds, rel=1e-2)
 
 
-LEASE_OVER, FOREVER = LeaseExpired("silent"), WrongRun("another run")
-CUT = Unavailable("unavailable: cut off")
+LEASE_OVER, FOREVER, CUT = LeaseExpired("silent"), WrongRun("another run"), Unavailable("unavailable: cut off")
 
 
 def attempts(*errors: DilocoError | None, lasting_s: float = 0.0, has_lease: bool = True) -> Redial:
@@ -245,7 +243,8 @@ def test_a_connection_that_ended_is_dialed_again_and_joined_where_the_lease_is_o
     ("errors", "lasting_s", "waits"),
     [
         ((CUT, CUT, CUT, LEASE_OVER), 0.0, 0),  # the shard answers: no need to wait for it
-        ((CUT,) * 4, SETTLE_S - 1, 3),  # each wait is longer than the one before
+        ((CUT,) * 4, 0.0, 3),  # each wait is longer than the one before
+        ((CUT,) * 4, SETTLE_S - 1, 3),
         ((CUT,) * 4, SETTLE_S + 1, 0),
     ],
 )
@@ -295,8 +294,9 @@ FOREIGN, HOST, EXPIRED = ForeignCertificate("of another"), WrongHost("no such na
         ([(0.0, EXPIRED), (100.0, EXPIRED)], False),
         ([(0.0, CUT), (100.0, CUT)], False),
         ([(0.0, None), (1.0, HOST), (10.0, HOST), (100.0, HOST)], False),
+        ([(0.0, None), (1.0, FOREIGN), (10.0, FOREIGN), (100.0, FOREIGN)], False),
     ],
-    ids=["once", "not for long", "it stays", "another between", "two causes", "renewable", "the network", "it was up"],
+    ids=["once", "not for long", "it stays", "another between", "two causes", "renewable", "network", "up", "foreign"],
 )
 def test_what_waiting_does_not_mend_is_an_objection_once_it_has_stayed(
     tries: list[tuple[float, DilocoError | None]], ends: bool

@@ -191,8 +191,8 @@ class ConnectionState:
         self.owned: frozenset[int] = frozenset()
         """Fragments that the shard has named as its own. It may speak of no others."""
         self.unseeded: set[int] = set()
-        """Fragments that the shard wants from this learner: at the last Join it had no version for it, and it has
-        announced none since. Only the leader of an island hears announcements."""
+        """Fragments for which the shard offered this learner no version at the last Join, and has announced none since:
+        it wants the learner's values. In an island, only the leader hears announcements."""
 
     @property
     def epoch(self) -> int:
